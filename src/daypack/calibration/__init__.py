@@ -1,0 +1,1 @@
+"""What is learned from the first gradients: the codebook and the block structure."""

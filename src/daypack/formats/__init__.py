@@ -1,0 +1,1 @@
+"""How a moment is stored: one frozen dataclass a form, one file each."""

@@ -1,0 +1,230 @@
+"""What all stored forms of a moment share: the geometry of a parameter, its chunks, and the format protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+#: Elements that one pass touches at a time. It bounds the temporary memory of a step (about eight fp32 buffers of this
+#: size, 16 MiB) whatever the size of the parameter, and keeps those buffers within a CPU's last-level cache.
+CHUNK_ELEMENTS = 1 << 19
+
+State = MutableMapping[str, Any]
+Chunk = tuple[slice, slice, slice]
+
+
+@dataclass(frozen=True)
+class ComponentSpec:
+    """One stored tensor of a moment. The allocator creates it and the planner sums it, so the two cannot disagree.
+
+    Attributes:
+        suffix: appended to the moment's name to give the state key (``"exp_avg" + "_codes"``).
+        shape: global shape; it follows from the parameter's global shape alone, never from data or from a shard.
+        dtype: storage type.
+    """
+
+    suffix: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A parameter seen as ``matrices`` matrices of ``rows x cols``.
+
+    Attributes:
+        shape: the parameter's shape.
+        batched: True where the leading dims ``shape[:-2]`` count separate matrices (experts), False where everything
+            behind dim 0 is one row (linear and convolution weights).
+    """
+
+    shape: tuple[int, ...]
+    batched: bool
+
+    @property
+    def matrices(self) -> int:
+        return prod(self.shape[:-2]) if self.batched else 1
+
+    @property
+    def rows(self) -> int:
+        return self.shape[-2] if self.batched else (self.shape[0] if len(self.shape) > 1 else 1)
+
+    @property
+    def cols(self) -> int:
+        return self.shape[-1] if self.batched else prod(self.shape[1:] if len(self.shape) > 1 else self.shape)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a per-row tensor: it keeps the parameter's leading dims, so a shard of dim 0 is a shard of it."""
+        return self.shape[:-1] if self.batched else self.shape[:1] if len(self.shape) > 1 else ()
+
+    @property
+    def col_shape(self) -> tuple[int, ...]:
+        """Shape of a per-column tensor."""
+        return (*self.shape[:-2], self.cols) if self.batched else (self.cols,)
+
+    @property
+    def view3(self) -> tuple[int, int, int]:
+        return self.matrices, self.rows, self.cols
+
+
+@lru_cache(maxsize=4096)
+def geometry(shape: tuple[int, ...]) -> Geometry:
+    """The matrix view of ``shape`` that stores fewer row and column factors; ``[d0, rest]`` where they tie."""
+    if len(shape) < 3 or 0 in shape:
+        return Geometry(shape, batched=False)
+    flat, batched = Geometry(shape, batched=False), Geometry(shape, batched=True)
+
+    def factors(view: Geometry) -> int:
+        return prod(view.row_shape) + prod(view.col_shape)
+
+    return batched if factors(batched) < factors(flat) else flat
+
+
+def chunks(view: Geometry, align: int = 1) -> Iterator[Chunk]:
+    """Cover the ``[matrices, rows, cols]`` view in pieces of at most `CHUNK_ELEMENTS` elements (or one ``align``).
+
+    Args:
+        align: pieces of a row start at multiples of this many columns, so that no block is cut.
+    """
+    matrices, rows, cols = view.view3
+    if matrices * rows * cols == 0:
+        return
+    every = slice(None)
+    if rows * cols <= CHUNK_ELEMENTS:
+        many = CHUNK_ELEMENTS // (rows * cols)
+        for b in range(0, matrices, many):
+            yield slice(b, min(b + many, matrices)), every, every
+    elif cols <= CHUNK_ELEMENTS:
+        many = CHUNK_ELEMENTS // cols
+        for b in range(matrices):
+            for r in range(0, rows, many):
+                yield slice(b, b + 1), slice(r, min(r + many, rows)), every
+    else:
+        wide = max(align, CHUNK_ELEMENTS // align * align)
+        for b in range(matrices):
+            for r in range(rows):
+                for c in range(0, cols, wide):
+                    yield slice(b, b + 1), slice(r, r + 1), slice(c, min(c + wide, cols))
+
+
+def read(tensor: Tensor, view: Geometry, chunk: Chunk) -> Tensor:
+    """The part of ``tensor`` under ``chunk``, ``[b, r, c]``: a view where the strides allow one, else a small copy."""
+    try:
+        return tensor.view(view.view3)[chunk]
+    except RuntimeError:  # strides that do not merge: channels_last, permuted experts
+        return torch.stack([part.reshape(-1, view.cols)[:, chunk[2]] for part in _parts(tensor, view, chunk)])
+
+
+def write_(tensor: Tensor, view: Geometry, chunk: Chunk, value: Tensor) -> None:
+    """Store ``value`` ``[b, r, c]`` under ``chunk``, rounded to nearest in the tensor's dtype, strides kept."""
+    try:
+        target = tensor.view(view.view3)[chunk]
+    except RuntimeError:
+        for part, new in zip(_parts(tensor, view, chunk), value, strict=True):
+            rows = part.reshape(-1, view.cols)
+            rows[:, chunk[2]] = new.to(rows.dtype)
+            part.copy_(rows.view(part.shape))
+        return
+    target.copy_(value)
+
+
+def _parts(tensor: Tensor, view: Geometry, chunk: Chunk) -> Iterator[Tensor]:
+    """Views of ``tensor``, one a matrix of ``chunk``, whose leading dim is the chunk's rows. Nothing is copied."""
+    if not view.batched:
+        yield tensor[chunk[1]]
+        return
+    lead = view.shape[:-2]
+    for matrix in range(*chunk[0].indices(view.matrices)):
+        part, rest = tensor, matrix
+        for size, below in zip(lead, (prod(lead[i + 1 :]) for i in range(len(lead))), strict=True):
+            part, rest = part[rest // below % size], rest % below
+        yield part[chunk[1]]
+
+
+def blocked(x: Tensor, block: int) -> Tensor:
+    """``[..., cols]`` as ``[..., ceil(cols / block), block]``, a ragged last block padded with zeros."""
+    short = -x.shape[-1] % block
+    if short:
+        x = torch.nn.functional.pad(x, (0, short))
+    return x.reshape(*x.shape[:-1], -1, block)
+
+
+def block_count(cols: int, block: int) -> int:
+    return ceil(cols / block)
+
+
+class StateFormat:
+    """How one moment of one parameter is stored. Formats are frozen dataclasses: settings only, never tensors.
+
+    A moment lives in the optimizer's state under its name plus the suffixes of `components`. There are two kinds.
+    *Storage* formats hold any value: `decode`, update in fp32, `encode_`. *Statistics* formats (`statistics` True) hold
+    sums over rows, columns or blocks of g^2: `observe` adds up one pass over the gradient, `combine` updates the state
+    once, and `decode` then reads the NEW moment, because no element may move before its statistics are complete.
+    """
+
+    statistics: ClassVar[bool] = False
+
+    def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
+        """The tensors to allocate; ``dtype`` is the parameter's."""
+        raise NotImplementedError
+
+    def saved(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
+        """The tensors as ``state_dict()`` shows them."""
+        return self.components(view, dtype)
+
+    def numbers(self, view: Geometry) -> dict[str, int]:
+        """Plain numbers kept beside the tensors, by suffix, with their values before the first step."""
+        return {}
+
+    def align(self, view: Geometry) -> int:
+        """A chunk of a row may start only at multiples of this many columns."""
+        return 1
+
+    def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
+        """The moment under ``chunk``, ``[b, r, c]``, fp32 (fp64 for fp64 parameters). May alias the state."""
+        raise NotImplementedError
+
+    def encode_(self, state: State, name: str, view: Geometry, chunk: Chunk, value: Tensor, step: int) -> None:
+        """Store ``value`` ``[b, r, c]``; ``step`` (from 1) is the step being taken."""
+        raise NotImplementedError
+
+    def sums(self, state: State, name: str, view: Geometry, like: Tensor) -> tuple[Tensor, ...]:
+        """Zeroed accumulators for `observe`, on the device of ``like`` and in its dtype."""
+        return ()
+
+    def observe(self, sums: tuple[Tensor, ...], view: Geometry, chunk: Chunk, squared: Tensor) -> None:
+        """Add ``squared`` (g^2 under ``chunk``, ``[b, r, c]``) to the accumulators. Writes nothing else."""
+
+    def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
+        """Exponential moving average with decay ``beta`` of the mean of g^2, from complete ``sums``."""
+
+    def save(self, state: State, name: str, view: Geometry) -> dict[str, Any]:
+        """Entries that ``state_dict()`` shows in another shape than the live state has; none for most formats."""
+        return {}
+
+    def load_(self, state: State, name: str, view: Geometry) -> None:
+        """Undo `save` in place. Does nothing to state that is in its live shape already."""
+
+    def learned(self, state: State, name: str) -> Tensor | None:
+        """The tensor that is all zeros until calibration has filled it; None if this format learns nothing."""
+        return None
+
+    def fault(self, state: State, name: str, view: Geometry) -> str | None:
+        """What is wrong with saved values whose shapes and dtypes are right; None if nothing is."""
+        return None
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of every formula: fp64 for fp64 parameters, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

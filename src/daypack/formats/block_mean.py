@@ -1,0 +1,105 @@
+"""A second moment stored as one mean of g^2 per block of a row (Gefen's published form, arXiv 2606.13894)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from daypack.calibration.blocks import default_block_size, finest_block_size
+from daypack.formats.base import Chunk, ComponentSpec, Geometry, State, StateFormat, accumulator, block_count, blocked
+
+
+@dataclass(frozen=True)
+class BlockMean(StateFormat):
+    """4 bytes per block; the block size is found from the first gradient and kept as ``<name>_block_size``.
+
+    The live tensor has one column per block. ``state_dict()`` repeats it to one column per
+    `daypack.calibration.blocks.FINEST` elements, so that the saved shape follows from the parameter's shape and not
+    from what was found.
+    """
+
+    statistics: ClassVar[bool] = True
+
+    def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
+        return (self._spec(view, dtype, default_block_size(view.cols)),)
+
+    def saved(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
+        unit = finest_block_size(view.cols)
+        return (self._spec(view, dtype, unit if unit > 1 else default_block_size(view.cols)),)
+
+    def _spec(self, view: Geometry, dtype: torch.dtype, size: int) -> ComponentSpec:
+        return ComponentSpec("_block", (*view.row_shape, block_count(view.cols, size)), accumulator(dtype))
+
+    def numbers(self, view: Geometry) -> dict[str, int]:
+        return {"_block_size": default_block_size(view.cols)}
+
+    def align(self, view: Geometry) -> int:
+        return default_block_size(view.cols)  # only rows longer than a chunk are cut, and those are not searched
+
+    def resize_(self, state: State, name: str, view: Geometry, size: int) -> None:
+        """Start over with blocks of ``size`` elements and a mean of 0: what calibration does before the first use."""
+        like = state[name + "_block"]
+        state[name + "_block"] = like.new_zeros(*view.row_shape, block_count(view.cols, size))
+        state[name + "_block_size"] = size
+
+    def sums(self, state: State, name: str, view: Geometry, like: Tensor) -> tuple[Tensor, ...]:
+        size = state.get(name + "_block_size", default_block_size(view.cols))
+        blocks = block_count(view.cols, size)
+        # The second entry carries the block size to `observe`, which sees no state.
+        return like.new_zeros(view.matrices, view.rows, blocks), torch.tensor(size)
+
+    def observe(self, sums: tuple[Tensor, ...], view: Geometry, chunk: Chunk, squared: Tensor) -> None:
+        size = int(sums[1])
+        sums[0][chunk[0], chunk[1], self._blocks(view, chunk, size)] += blocked(squared, size).sum(-1)
+
+    def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
+        mean, size = state[name + "_block"], state[name + "_block_size"]
+        counts = torch.full((mean.shape[-1],), size, dtype=mean.dtype, device=mean.device)
+        counts[-1] = view.cols - size * (mean.shape[-1] - 1)
+        mean.lerp_((sums[0] / counts).view(mean.shape), 1 - beta)
+
+    def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
+        size = state[name + "_block_size"]
+        mean = state[name + "_block"].view(view.matrices, view.rows, -1)
+        part: Tensor = mean[chunk[0], chunk[1], self._blocks(view, chunk, size)]
+        start, stop, _ = chunk[2].indices(view.cols)
+        return part.repeat_interleave(size, dim=-1)[..., : stop - start]
+
+    def _blocks(self, view: Geometry, chunk: Chunk, size: int) -> slice:
+        start, stop, _ = chunk[2].indices(view.cols)
+        return slice(start // size, block_count(stop, size))
+
+    def _units(self, view: Geometry, size: int) -> int:
+        """Columns of the saved form per live block."""
+        unit = finest_block_size(view.cols)
+        return size // unit if unit > 1 else 1
+
+    def save(self, state: State, name: str, view: Geometry) -> dict[str, Any]:
+        units = self._units(view, state[name + "_block_size"])
+        width = self.saved(view, torch.float32)[0].shape[-1]
+        return {name + "_block": state[name + "_block"].repeat_interleave(units, dim=-1)[..., :width]}
+
+    def load_(self, state: State, name: str, view: Geometry) -> None:
+        block, size = state[name + "_block"], state[name + "_block_size"]
+        if block.shape[-1] != block_count(view.cols, size):
+            state[name + "_block"] = block[..., :: self._units(view, size)].contiguous()
+
+    def learned(self, state: State, name: str) -> Tensor | None:
+        mean: Tensor = state[name + "_block"]
+        return mean
+
+    def fault(self, state: State, name: str, view: Geometry) -> str | None:
+        block, size = state[name + "_block"], state[name + "_block_size"]
+        unit = finest_block_size(view.cols)
+        if (
+            type(size) is not int
+            or not 0 < size <= view.cols
+            or (size != default_block_size(view.cols) and size % unit)
+        ):
+            return f"{name}_block_size is {size!r}; rows of {view.cols} elements have no such blocks"
+        if not (block.isfinite() & (block >= 0)).all():
+            return f"{name}_block holds a value that is negative or not finite"
+        return None

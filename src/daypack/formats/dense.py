@@ -1,0 +1,27 @@
+"""A moment stored as it is: one fp32 number per element (fp64 for fp64 parameters), under torch's own state names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from daypack.formats.base import Chunk, ComponentSpec, Geometry, State, StateFormat, accumulator, read, write_
+
+
+@dataclass(frozen=True)
+class Dense(StateFormat):
+    """4 bytes per element. Used for vectors (norms, biases), where sharing statistics limits the learning rate."""
+
+    def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
+        return (ComponentSpec("", view.shape, accumulator(dtype)),)
+
+    def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
+        return read(state[name], view, chunk)
+
+    def encode_(self, state: State, name: str, view: Geometry, chunk: Chunk, value: Tensor, step: int) -> None:
+        write_(state[name], view, chunk, value)
+
+    def fault(self, state: State, name: str, view: Geometry) -> str | None:
+        return None if state[name].isfinite().all() else f"{name} holds a value that is not finite"

@@ -1,0 +1,56 @@
+"""A second moment stored as the row means and column means of g^2, its rank-1 estimate (Shazeer & Stern 2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from daypack.formats.base import Chunk, ComponentSpec, Geometry, State, StateFormat, accumulator
+
+
+@dataclass(frozen=True)
+class Factored(StateFormat):
+    """``rows + cols`` numbers per matrix: ``v[i, j] = r[i] * (c[j] / mean(c))``.
+
+    The recurrences of ``r`` and ``c`` are exact; only the product is an estimate. It is exact where g^2 has rank 1,
+    which includes every matrix with one row or one column.
+    """
+
+    statistics: ClassVar[bool] = True
+
+    def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
+        real = accumulator(dtype)
+        return ComponentSpec("_row", view.row_shape, real), ComponentSpec("_col", view.col_shape, real)
+
+    def sums(self, state: State, name: str, view: Geometry, like: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.zeros(view.matrices, n, dtype=like.dtype, device=like.device) for n in (view.rows, view.cols)
+        )
+
+    def observe(self, sums: tuple[Tensor, ...], view: Geometry, chunk: Chunk, squared: Tensor) -> None:
+        matrix, row, col = chunk
+        sums[0][matrix, row] += squared.sum(-1)
+        sums[1][matrix, col] += squared.sum(-2)
+
+    def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
+        for key, total, count in (("_row", sums[0], view.cols), ("_col", sums[1], view.rows)):
+            mean = state[name + key]
+            mean.lerp_((total / count).view(mean.shape), 1 - beta)
+
+    def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
+        matrix, row, col = chunk
+        r = state[name + "_row"].view(view.matrices, view.rows, 1)[matrix, row]
+        c = state[name + "_col"].view(view.matrices, 1, view.cols)[matrix]
+        # Dividing before multiplying keeps r * c from overflowing at |g| = 1e10 and from vanishing at 1e-12.
+        share = c / c.mean(-1, keepdim=True)
+        v: Tensor = r * share.nan_to_num_(nan=0.0)[..., col]
+        return v
+
+    def fault(self, state: State, name: str, view: Geometry) -> str | None:
+        for key in (name + "_row", name + "_col"):
+            if not (state[key].isfinite() & (state[key] >= 0)).all():
+                return f"{key} holds a value that is negative or not finite"
+        return None

@@ -1,0 +1,1 @@
+"""The arithmetic of a step: `dispatch` picks a kernel, `reference` defines what each of them must compute."""

@@ -1,0 +1,132 @@
+"""Gefen: AdamW at one byte of state per parameter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from daypack.formats.base import Geometry, geometry
+from daypack.formats.block_mean import BlockMean
+from daypack.formats.block_quantized import BlockQuantized
+from daypack.formats.dense import Dense
+from daypack.formats.factored import Factored
+from daypack.optim.base import CompressedOptimizer
+from daypack.optim.options import Group, check_adamw, check_choice, check_positive
+from daypack.plan import ParamPlan
+from daypack.rules import adamw
+
+SECOND_MOMENTS = {"factored": Factored(), "blocks": BlockMean()}
+
+
+class Gefen(CompressedOptimizer):
+    """Drop-in for `torch.optim.AdamW` with an eighth of its state (Benedek, Koren & Fried 2026, arXiv 2606.13894).
+
+    AdamW's rule, arguments and defaults; what changes is how the moments are stored:
+
+    ====================================  ===========================================  ========================
+    parameter                             first moment                                 second moment
+    ====================================  ===========================================  ========================
+    matrix, convolution, experts          8-bit codes into one learned codebook,       ``second_moment``
+                                          a bf16 scale per ``block_size`` elements
+    vector, scalar, or a matrix so small  fp32                                         fp32
+    that fp32 is smaller
+    ====================================  ===========================================  ========================
+
+    The codebook is learned once, from the first gradients, by exact dynamic programming. All arithmetic is fp32
+    (fp64 for fp64 parameters); the parameter is rounded once, at the write.
+
+    Args:
+        params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
+        lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: as in
+            `torch.optim.AdamW`, except that amsgrad, capturable and differentiable raise when True, foreach has no
+            effect, and fused chooses the kernel: None the fastest available, True a fused one or an error, False the
+            torch reference.
+        second_moment: ``"factored"`` keeps row and column means of g^2, ``"blocks"`` (the paper's) one mean per block,
+            the block size found from the first gradient.
+        block_size: elements of a row that share one scale of the first moment.
+        nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it (it stays as it is, warned of
+            once, counted in ``skipped``) or ``"raise"`` before anything changes.
+        bits: bits per element of the first moment; 8.
+
+    Raises:
+        ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
+
+    Differs from the published code: the update reads the first moment before it is rounded for storage; storage rounds
+    with a dither instead of to the nearest level; weight decay defaults to AdamW's 0.01 instead of 0; factored second
+    moment by default; vectors keep AdamW's own moments; blocks never cross a row.
+    """
+
+    structural = ("second_moment", "block_size", "bits")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        second_moment: Literal["factored", "blocks"] = "factored",
+        block_size: int = 256,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        bits: int = 8,
+    ) -> None:
+        if foreach:
+            warnings.warn("foreach=True has no effect on Gefen; fused chooses its kernel", stacklevel=2)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+                "second_moment": second_moment,
+                "block_size": block_size,
+                "nonfinite": nonfinite,
+                "bits": bits,
+            },
+        )
+
+    def check_options(self, group: Group, where: str) -> None:
+        check_adamw(group, where)
+        check_choice(group, "second_moment", tuple(SECOND_MOMENTS), where)
+        check_positive(group, "block_size", where)
+        check_choice(group, "nonfinite", ("skip", "raise"), where)
+        check_choice(group, "bits", (8,), where)
+
+    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group) -> ParamPlan:
+        """Compressed moments for two and more dims, where they take fewer bytes than fp32 ones; else AdamW's own."""
+        return plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
+
+
+@lru_cache(maxsize=4096)
+def plan(shape: tuple[int, ...], dtype: torch.dtype, second_moment: str, block_size: int) -> ParamPlan:
+    """`Gefen.plan` as a function of its options, remembered, because it is asked for at every step."""
+    dense = ParamPlan(adamw, Dense(), Dense())
+    compressed = ParamPlan(adamw, BlockQuantized(block_size), SECOND_MOMENTS[second_moment])
+    if len(shape) < 2 or prod(shape) == 0:
+        return dense
+    view = geometry(shape)
+    return min(dense, compressed, key=lambda each: _nbytes(each, view, dtype))
+
+
+def _nbytes(each: ParamPlan, view: Geometry, dtype: torch.dtype) -> int:
+    return sum(spec.nbytes for _, form in each.moments for spec in form.components(view, dtype))

@@ -1,0 +1,108 @@
+"""Checks of options, parameters and gradients. Every refusal is one ValueError that names the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daypack.sharding import is_distributed
+
+Group = dict[str, Any]
+
+PARAM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: Arguments of `torch.optim.AdamW` that are accepted for its signature and refused when True.
+UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
+FLAGS = ("maximize", *UNSUPPORTED)
+
+
+def number(value: Any, option: str, where: str) -> float:
+    """``value`` as a float; a 0-dim tensor and a numpy number count as numbers, a string and a bool do not."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{option} of {where} must be a number, got {value!r} ({type(value).__name__})")
+    if not isfinite(value):
+        raise ValueError(f"{option} of {where} must be finite, got {value!r}")
+    return float(value)
+
+
+def check_adamw(group: Group, where: str) -> None:
+    """Check AdamW's own options in ``group``.
+
+    Raises:
+        ValueError: an option is missing, is of the wrong type or out of range, or is not supported.
+    """
+    for option in ("lr", "eps", "weight_decay"):
+        if number(_get(group, option, where), option, where) < 0:
+            raise ValueError(f"{option} of {where} must not be negative, got {group[option]!r}")
+    betas = _get(group, "betas", where)
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ValueError(f"betas of {where} must be two numbers in [0, 1), got {betas!r}")
+    for beta in betas:
+        if not 0 <= number(beta, "betas", where) < 1:
+            raise ValueError(f"betas of {where} must lie in [0, 1), got {betas!r}")
+    for option in FLAGS:
+        value = _get(group, option, where)
+        if not isinstance(value, bool):
+            raise ValueError(f"{option} of {where} must be True or False, got {value!r}")
+        if value and option in UNSUPPORTED:
+            raise ValueError(f"{option}=True of {where} is not supported; leave it False or use torch.optim.AdamW")
+    for option in ("foreach", "fused"):
+        value = _get(group, option, where)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{option} of {where} must be None, True or False, got {value!r}")
+
+
+def check_choice(group: Group, option: str, choices: Sequence[Any], where: str) -> None:
+    value = _get(group, option, where)
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{option} of {where} must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_positive(group: Group, option: str, where: str) -> None:
+    value = _get(group, option, where)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{option} of {where} must be a positive whole number, got {value!r}")
+
+
+def check_param(param: Tensor, name: str) -> None:
+    """Refuse a trainable parameter that no format can hold. Frozen ones of any dtype (quantised bases) pass."""
+    if param.requires_grad and param.dtype not in PARAM_DTYPES:
+        raise ValueError(
+            f"parameter {name} has dtype {param.dtype}, which is not supported: "
+            + ("optimize torch.view_as_real of it" if param.is_complex() else "convert it to bfloat16 or float32")
+        )
+    if is_distributed(param):
+        raise ValueError(f"parameter {name} is a DTensor, which this version cannot step; use DDP or a single process")
+
+
+def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
+    """Refuse a gradient that cannot be applied to ``param``."""
+    check_param(param, name)
+    if grad.layout != torch.strided:
+        raise ValueError(f"the gradient of {name} is sparse ({grad.layout}); build its module with sparse=False")
+    if not grad.is_floating_point():
+        raise ValueError(f"the gradient of {name} has dtype {grad.dtype}; it must be a real floating-point type")
+    if grad.shape != param.shape:
+        raise ValueError(f"the gradient of {name} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}")
+    if grad.device != param.device:
+        raise ValueError(f"the gradient of {name} is on {grad.device}, its parameter on {param.device}; move one")
+
+
+def param_name(group: Group, group_index: int, index: int) -> str:
+    """The parameter's name if the group has names, else its place and shape; for messages only."""
+    names = group.get("param_names")
+    if names is not None and index < len(names):
+        return repr(names[index])
+    return f"{index} of group {group_index} (shape {tuple(group['params'][index].shape)})"
+
+
+def _get(group: Group, option: str, where: str) -> Any:
+    if option not in group:
+        raise ValueError(f"{where} has no option {option!r}")
+    return group[option]

@@ -1,0 +1,37 @@
+"""Optimizers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from daypack.optim.gefen import Gefen
+
+REGISTRY: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "gefen": Gefen,
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names that `create` knows."""
+    return tuple(REGISTRY)
+
+
+def create(name: str, params: Iterable[Any], **options: Any) -> Optimizer:
+    """Build the optimizer registered as ``name`` over ``params`` (parameters, named parameters or groups).
+
+    Args:
+        options: its constructor's own arguments.
+
+    Raises:
+        ValueError: no optimizer has this name.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(REGISTRY)}")
+    return REGISTRY[name](params, **options)

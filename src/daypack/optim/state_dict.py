@@ -1,0 +1,138 @@
+"""Loading optimizer state: match, validate everything, and only then let torch publish it.
+
+torch casts every floating-point state tensor to its parameter's dtype while it loads, which would round 8-bit scales
+and widen codes. Values are therefore handed to it wrapped in an object that it does not look into.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from daypack.formats.base import State, geometry
+from daypack.optim.options import Group, param_name
+
+if TYPE_CHECKING:
+    from daypack.optim.base import CompressedOptimizer
+
+
+class Keep:
+    """A tensor that `torch.optim.Optimizer.load_state_dict` passes through as it is."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def place(self, key: str, device: torch.device) -> Tensor:
+        """A copy on ``device``; ``step`` stays on the CPU, where reading it costs no synchronisation."""
+        target = torch.device("cpu") if key == "step" else device
+        return self.tensor.detach().to(target, copy=True, memory_format=torch.contiguous_format)
+
+
+def prepare(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    """The checked form of ``loaded`` that torch may publish. ``optimizer`` is only read.
+
+    Raises:
+        ValueError: groups or names do not match, or an entry does not fit its parameter.
+    """
+    for key in ("state", "param_groups"):
+        if key not in loaded:
+            raise ValueError(f"the state_dict has no {key!r}; pass what optimizer.state_dict() returned")
+    groups = [dict(group) for group in loaded["param_groups"]]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the state_dict has {len(groups)} parameter groups, the optimizer {len(optimizer.param_groups)}"
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    for g, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        _match(group, live, g)
+        _fill(optimizer, group, live, g)
+        for i, (key, p) in enumerate(zip(group["params"], live["params"], strict=True)):
+            entry = loaded["state"].get(key)
+            if entry:
+                state[key] = _checked(optimizer, group, param_name(live, g, i), p, entry)
+    return {**loaded, "state": state, "param_groups": groups}
+
+
+def _match(group: Group, live: Group, index: int) -> None:
+    """Put ``group["params"]`` in the order of the live parameters: by name where both sides have names."""
+    saved, current = group.get("param_names"), live.get("param_names")
+    if saved is not None and current is not None:
+        keys = {_plain(name): key for name, key in zip(saved, group["params"], strict=True)}
+        wanted = [_plain(name) for name in current]
+        if set(keys) != set(wanted):
+            raise ValueError(
+                f"parameter group {index} holds other parameters than the state_dict: "
+                f"only in the optimizer {sorted(set(wanted) - set(keys))}, only in the state_dict "
+                f"{sorted(set(keys) - set(wanted))}; build the optimizer over the same parameters"
+            )
+        group["params"] = [keys[name] for name in wanted]
+        group["param_names"] = list(current)
+    elif len(group["params"]) != len(live["params"]):
+        raise ValueError(
+            f"parameter group {index} has {len(live['params'])} parameters, the state_dict {len(group['params'])}; "
+            "build the optimizer over the same parameters"
+        )
+
+
+def _plain(name: str) -> str:
+    """A name without the prefixes that wrappers put before it."""
+    for prefix in ("module.", "_orig_mod."):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int) -> None:
+    """Back-fill options that an older version did not save, check all of them, and say when a stored form changes."""
+    for option in optimizer.defaults:
+        group.setdefault(option, live[option])
+    optimizer.check_options(group, f"parameter group {index} of the state_dict")
+    for option in optimizer.structural:
+        if group[option] != live[option]:
+            warnings.warn(
+                f"parameter group {index}: {option}={group[option]!r} comes with the loaded state and replaces "
+                f"{live[option]!r}, because the state is stored that way",
+                stacklevel=4,
+            )
+
+
+def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
+    """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
+    plan, view = optimizer.plan(param.shape, param.dtype, group), geometry(tuple(param.shape))
+    specs = {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
+    numbers = {m + suffix for m, form in plan.moments for suffix in form.numbers(view)}
+    expected = {"step", *specs, *numbers}
+    if set(entry) != expected:
+        raise ValueError(
+            f"the state of parameter {name} does not belong to {type(optimizer).__name__} with these options: it has "
+            f"{sorted(map(str, entry))}, needed are {sorted(expected)}; load it into the optimizer that saved it"
+        )
+    for key, spec in specs.items():
+        value = entry[key]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{key} of parameter {name} must be a tensor, got {type(value).__name__}")
+        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+            raise ValueError(
+                f"{key} of parameter {name} (shape {tuple(param.shape)}) must be {spec.dtype} of shape {spec.shape}, "
+                f"got {value.dtype} of shape {tuple(value.shape)}; the state belongs to another parameter"
+            )
+    for moment, form in plan.moments:
+        fault = form.fault(entry, moment, view)
+        if fault:
+            raise ValueError(f"the state of parameter {name} is damaged: {fault}; load an undamaged checkpoint")
+    kept: dict[str, Any] = {key: Keep(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
+    kept["step"] = Keep(_step(entry["step"], name))
+    return kept
+
+
+def _step(value: Any, name: str) -> Tensor:
+    number = (
+        float(value) if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) else -1.0
+    )
+    if not (number >= 0 and number.is_integer()):
+        raise ValueError(f"step of parameter {name} must be a whole number from 0, got {value!r}")
+    return torch.tensor(number, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""What state takes: predicted from shapes, and measured on a live optimizer."""

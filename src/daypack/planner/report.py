@@ -1,0 +1,107 @@
+"""What the state of a live optimizer takes, tensor by tensor, against AdamW's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+ADAMW_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ParamState:
+    """State of one parameter: bytes by component (state key)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    components: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.components.values())
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """Measured state of an optimizer; ``str()`` of it is a table.
+
+    Attributes:
+        entries: one `ParamState` for each trainable parameter or parameter with state; one without state has no
+            components.
+    """
+
+    entries: tuple[ParamState, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the parameters listed."""
+        return sum(entry.elements for entry in self.entries)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.total_bytes for entry in self.entries)
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Everything counted: codes, scales, statistics, codebooks and step counters."""
+        return self.total_bytes / self.parameters if self.parameters else 0.0
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Bytes by component over all parameters."""
+        total: Counter[str] = Counter()
+        for entry in self.entries:
+            total.update(entry.components)
+        return dict(total)
+
+    def __str__(self) -> str:
+        width = max([9, *(len(entry.name) for entry in self.entries)])
+        lines = [f"{'parameter':<{width}}  {'shape':<20} {'bytes':>14} {'B/param':>8}  components"]
+        for entry in self.entries:
+            each = entry.total_bytes / entry.elements if entry.elements else 0.0
+            lines.append(
+                f"{entry.name:<{width}}  {'x'.join(map(str, entry.shape)) or 'scalar':<20} {entry.total_bytes:>14,} "
+                f"{each:>8.3f}  {', '.join(entry.components) or 'no state'}"
+            )
+        lines += [f"{key:<{width}}  {'':<20} {nbytes:>14,}" for key, nbytes in self.components.items()]
+        adamw = ADAMW_BYTES * self.parameters
+        share = f", {adamw / self.total_bytes:.2f}x less than AdamW's {adamw:,}" if self.total_bytes else ""
+        lines.append(f"total: {self.total_bytes:,} bytes, {self.bytes_per_param:.3f} per parameter{share}")
+        return "\n".join(lines)
+
+
+def state_report(optimizer: Optimizer) -> StateReport:
+    """Measure the state of any torch optimizer. Storage that several tensors share is counted once."""
+    seen: set[int] = set()
+    entries = []
+    for g, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        for i, p in enumerate(group["params"]):
+            state = optimizer.state.get(p, {})
+            if not state and not p.requires_grad:
+                continue
+            name = names[i] if names else f"group {g}, parameter {i}"
+            components = {str(key): _nbytes(value, seen) for key, value in state.items()}
+            entries.append(ParamState(name, tuple(p.shape), p.dtype, components))
+    return StateReport(tuple(entries))
+
+
+def _nbytes(value: Any, seen: set[int]) -> int:
+    """Bytes of a state value: a tensor's elements, 8 for a plain number."""
+    if not isinstance(value, Tensor):
+        return 8 if isinstance(value, (int, float)) else 0
+    storage = value.untyped_storage().data_ptr()
+    if storage in seen and value.numel():
+        return 0
+    seen.add(storage)
+    return value.numel() * value.element_size()
