@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, prod
 from typing import Any, ClassVar
 
@@ -194,6 +194,10 @@ class StateFormat:
     def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
         """The moment under ``chunk``, ``[b, r, c]``, fp32 (fp64 for fp64 parameters). May alias the state."""
         raise NotImplementedError
+
+    def decoder(self, state: State, name: str, view: Geometry) -> Callable[[Chunk], Tensor]:
+        """`decode` for many chunks of one moment; a format may do once what does not depend on the chunk."""
+        return partial(self.decode, state, name, view)
 
     def encode_(self, state: State, name: str, view: Geometry, chunk: Chunk, value: Tensor, step: int) -> None:
         """Store ``value`` ``[b, r, c]``; ``step`` (from 1) is the step being taken."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,13 +42,21 @@ class Factored(StateFormat):
             mean.lerp_((total / count).view(mean.shape), 1 - beta)
 
     def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
-        matrix, row, col = chunk
-        r = state[name + "_row"].view(view.matrices, view.rows, 1)[matrix, row]
-        c = state[name + "_col"].view(view.matrices, 1, view.cols)[matrix]
-        # Dividing before multiplying keeps r * c from overflowing at |g| = 1e10 and from vanishing at 1e-12.
-        share = c / c.mean(-1, keepdim=True)
-        v: Tensor = r * share.nan_to_num_(nan=0.0)[..., col]
-        return v
+        return self.decoder(state, name, view)(chunk)
+
+    def decoder(self, state: State, name: str, view: Geometry) -> Callable[[Chunk], Tensor]:
+        r = state[name + "_row"].view(view.matrices, view.rows, 1)
+        c = state[name + "_col"].view(view.matrices, 1, view.cols)
+        mean = c.mean(-1, keepdim=True)
+
+        def read(chunk: Chunk) -> Tensor:
+            matrix, row, col = chunk
+            # Dividing before multiplying keeps r * c from overflowing at |g| = 1e10 and from vanishing at 1e-12.
+            share = (c[matrix, :, col] / mean[matrix]).nan_to_num_(nan=0.0)
+            v: Tensor = r[matrix, row] * share
+            return v
+
+        return read
 
     def fault(self, state: State, name: str, view: Geometry) -> str | None:
         for key in (name + "_row", name + "_col"):

@@ -24,6 +24,12 @@ def _align(update: Update) -> int:
     return lcm(*(form.align(update.view) for _, form in update.plan.moments))
 
 
+def is_zero(update: Update) -> bool:
+    """Whether every element of the gradient is zero."""
+    # Chunk by chunk, because any() of the whole would allocate a byte for each of its elements.
+    return not any(bool(read(update.grad, update.view, chunk).any()) for chunk in chunks(update.view))
+
+
 def observe(update: Update) -> Tensor:
     """First pass: fill ``update.sums`` with the statistics of g^2; write nothing else.
 
@@ -46,11 +52,12 @@ def apply(update: Update) -> None:
     m_form, v_form = plan.exp_avg, plan.exp_avg_sq
     if v_form.statistics:
         v_form.combine(state, "exp_avg_sq", view, update.sums, hyper.beta2)
+    read_m, read_v = (form.decoder(state, moment, view) for moment, form in plan.moments)
     for chunk in chunks(view, _align(update)):
         g = _gradient(update, chunk)
         # The update reads the fresh moment; the stored one, rounded, only matters to the next step.
-        m = torch.lerp(m_form.decode(state, "exp_avg", view, chunk), g, 1 - hyper.beta1)
-        v = v_form.decode(state, "exp_avg_sq", view, chunk)
+        m = torch.lerp(read_m(chunk), g, 1 - hyper.beta1)
+        v = read_v(chunk)
         if not v_form.statistics:
             v = (v * hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
             v_form.encode_(state, "exp_avg_sq", view, chunk, v, hyper.step)

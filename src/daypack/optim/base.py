@@ -17,7 +17,7 @@ from daypack.calibration.blocks import find_block_size
 from daypack.formats.base import State, geometry
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
-from daypack.kernels import dispatch
+from daypack.kernels import dispatch, reference
 from daypack.optim import state_dict as saved
 from daypack.optim.options import Group, check_gradient, check_param, param_name
 from daypack.plan import Hyper, ParamPlan, Update
@@ -155,7 +155,7 @@ class CompressedOptimizer(Optimizer):
         for update, finite in zip(updates, _finite(totals), strict=True):
             if not finite:
                 self._refuse(update)
-            elif not (update.hyper.lr == 0 and update.hyper.step == 1 and not update.grad.any()):
+            elif not (update.hyper.lr == 0 and update.hyper.step == 1 and reference.is_zero(update)):
                 admitted.append(update)
         return admitted
 
@@ -195,7 +195,7 @@ class CompressedOptimizer(Optimizer):
             (update, moment, form)
             for update in updates
             for moment, form in update.plan.moments
-            if not self._is_calibrated(form.learned(update.state, moment)) and update.grad.any()
+            if not self._is_calibrated(form.learned(update.state, moment)) and not reference.is_zero(update)
         ]
         coded = [(u, moment, form.block_size) for u, moment, form in fresh if isinstance(form, BlockQuantized)]
         if coded:

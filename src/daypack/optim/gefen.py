@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from functools import lru_cache
-from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from daypack.formats.base import Geometry, geometry
+from daypack.formats.base import StateFormat, geometry
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
@@ -21,7 +20,7 @@ from daypack.optim.options import Group, check_adamw, check_choice, check_positi
 from daypack.plan import ParamPlan
 from daypack.rules import adamw
 
-SECOND_MOMENTS = {"factored": Factored(), "blocks": BlockMean()}
+SECOND_MOMENTS: dict[str, StateFormat] = {"factored": Factored(), "blocks": BlockMean()}
 
 
 class Gefen(CompressedOptimizer):
@@ -35,7 +34,7 @@ class Gefen(CompressedOptimizer):
     matrix, convolution, experts          8-bit codes into one learned codebook,       ``second_moment``
                                           a bf16 scale per ``block_size`` elements
     vector, scalar, or a matrix so small  fp32                                         fp32
-    that fp32 is smaller
+    that fp32 takes fewer bytes
     ====================================  ===========================================  ========================
 
     The codebook is learned once, from the first gradients, by exact dynamic programming. All arithmetic is fp32
@@ -113,20 +112,18 @@ class Gefen(CompressedOptimizer):
         check_choice(group, "bits", (8,), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group) -> ParamPlan:
-        """Compressed moments for two and more dims, where they take fewer bytes than fp32 ones; else AdamW's own."""
+        """Compressed moments from two dims on, each where it takes fewer bytes than fp32; else AdamW's own."""
         return plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
 
 
 @lru_cache(maxsize=4096)
 def plan(shape: tuple[int, ...], dtype: torch.dtype, second_moment: str, block_size: int) -> ParamPlan:
     """`Gefen.plan` as a function of its options, remembered, because it is asked for at every step."""
-    dense = ParamPlan(adamw, Dense(), Dense())
-    compressed = ParamPlan(adamw, BlockQuantized(block_size), SECOND_MOMENTS[second_moment])
-    if len(shape) < 2 or prod(shape) == 0:
-        return dense
     view = geometry(shape)
-    return min(dense, compressed, key=lambda each: _nbytes(each, view, dtype))
 
+    def smaller(compressed: StateFormat) -> StateFormat:
+        sizes = {form: sum(spec.nbytes for spec in form.components(view, dtype)) for form in (Dense(), compressed)}
+        return min(sizes, key=lambda form: sizes[form])
 
-def _nbytes(each: ParamPlan, view: Geometry, dtype: torch.dtype) -> int:
-    return sum(spec.nbytes for _, form in each.moments for spec in form.components(view, dtype))
+    m: StateFormat = smaller(BlockQuantized(block_size)) if len(shape) > 1 else Dense()
+    return ParamPlan(adamw, m, m if m == Dense() else smaller(SECOND_MOMENTS[second_moment]))
