@@ -26,9 +26,7 @@ def run(form, state, shape, grads, beta, limit=1 << 19):
 
 def allocate(form, shape, dtype):
     view = geometry(shape)
-    state = {"v" + spec.suffix: torch.zeros(spec.shape, dtype=spec.dtype) for spec in form.components(view, dtype)}
-    state.update({"v" + suffix: value for suffix, value in form.numbers(view).items()})
-    return state
+    return {"v" + spec.suffix: torch.zeros(spec.shape, dtype=spec.dtype) for spec in form.components(view, dtype)}
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (1, 9), (9, 1), (8, 3, 5, 5), (3, 16, 20)])
@@ -71,7 +69,7 @@ def test_block_mean_is_the_mean_of_each_block_of_a_row(shape, limit):
     state = allocate(form, shape, torch.float32)
     grads = [torch.randn(shape) for _ in range(3)]
     got = run(form, state, shape, grads, 0.9, limit).view(view.view3)
-    size = state["v_block_size"]
+    size = blocks.default_block_size(view.cols)
     assert state["v_block"].numel() * 4 <= 4 * view.matrices * view.rows * -(-view.cols // size)
     exact = 0
     for grad in grads:
@@ -102,9 +100,9 @@ def test_saved_block_means_have_a_shape_that_does_not_depend_on_what_was_found(c
     assert shapes == {form.saved(view, torch.float32)[0].shape} == {(3, cols // 16)}
 
 
-@pytest.mark.parametrize("size", [0, -16, 24, 10**6, 16.0, True])
+@pytest.mark.parametrize("size", [-16, 24, 10**6])
 def test_block_sizes_that_a_row_cannot_have_are_found(size):
     form, view = BlockMean(), geometry((2, 64))
     state = allocate(form, (2, 64), torch.float32)
-    state["v_block_size"] = size
+    state["v_block_size"].fill_(size)
     assert "v_block_size is" in form.fault(state, "v", view)

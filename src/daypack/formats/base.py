@@ -37,6 +37,10 @@ class ComponentSpec:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def device(self, param: torch.device) -> torch.device:
+        """Where the tensor of a parameter on device ``param`` lives: whole numbers, which Python reads, on the CPU."""
+        return torch.device("cpu") if self.shape == () and not self.dtype.is_floating_point else param
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -182,10 +186,6 @@ class StateFormat:
     def saved(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
         """The tensors as ``state_dict()`` shows them."""
         return self.components(view, dtype)
-
-    def numbers(self, view: Geometry) -> dict[str, int]:
-        """Plain numbers kept beside the tensors, by suffix, with their values before the first step."""
-        return {}
 
     def align(self, view: Geometry) -> int:
         """A chunk of a row may start only at multiples of this many columns."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from daypack.calibration.blocks import default_block_size, finest_block_size
+from daypack.calibration.blocks import candidates, default_block_size, finest_block_size
 from daypack.formats.base import Chunk, ComponentSpec, Geometry, State, StateFormat, accumulator, block_count, blocked
 
 
@@ -24,17 +24,19 @@ class BlockMean(StateFormat):
     statistics: ClassVar[bool] = True
 
     def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
-        return (self._spec(view, dtype, default_block_size(view.cols)),)
+        return self._specs(view, dtype, default_block_size(view.cols))
 
     def saved(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
         unit = finest_block_size(view.cols)
-        return (self._spec(view, dtype, unit if unit > 1 else default_block_size(view.cols)),)
+        return self._specs(view, dtype, unit if unit > 1 else default_block_size(view.cols))
 
-    def _spec(self, view: Geometry, dtype: torch.dtype, size: int) -> ComponentSpec:
-        return ComponentSpec("_block", (*view.row_shape, block_count(view.cols, size)), accumulator(dtype))
+    def _specs(self, view: Geometry, dtype: torch.dtype, size: int) -> tuple[ComponentSpec, ...]:
+        means = ComponentSpec("_block", (*view.row_shape, block_count(view.cols, size)), accumulator(dtype))
+        # A tensor, because distributed checkpoints do not load Python numbers in place. 0 is the default block size.
+        return means, ComponentSpec("_block_size", (), torch.int64)
 
-    def numbers(self, view: Geometry) -> dict[str, int]:
-        return {"_block_size": default_block_size(view.cols)}
+    def _size(self, state: State, name: str, view: Geometry) -> int:
+        return int(state.get(name + "_block_size", 0)) or default_block_size(view.cols)
 
     def align(self, view: Geometry) -> int:
         return default_block_size(view.cols)  # only rows longer than a chunk are cut, and those are not searched
@@ -43,10 +45,10 @@ class BlockMean(StateFormat):
         """Start over with blocks of ``size`` elements and a mean of 0: what calibration does before the first use."""
         like = state[name + "_block"]
         state[name + "_block"] = like.new_zeros(*view.row_shape, block_count(view.cols, size))
-        state[name + "_block_size"] = size
+        state[name + "_block_size"].fill_(size)
 
     def sums(self, state: State, name: str, view: Geometry, like: Tensor) -> tuple[Tensor, ...]:
-        size = state.get(name + "_block_size", default_block_size(view.cols))
+        size = self._size(state, name, view)
         blocks = block_count(view.cols, size)
         # The second entry carries the block size to `observe`, which sees no state.
         return like.new_zeros(view.matrices, view.rows, blocks), torch.tensor(size)
@@ -56,13 +58,13 @@ class BlockMean(StateFormat):
         sums[0][chunk[0], chunk[1], self._blocks(view, chunk, size)] += blocked(squared, size).sum(-1)
 
     def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
-        mean, size = state[name + "_block"], state[name + "_block_size"]
+        mean, size = state[name + "_block"], self._size(state, name, view)
         counts = torch.full((mean.shape[-1],), size, dtype=mean.dtype, device=mean.device)
         counts[-1] = view.cols - size * (mean.shape[-1] - 1)
         mean.lerp_((sums[0] / counts).view(mean.shape), 1 - beta)
 
     def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
-        size = state[name + "_block_size"]
+        size = self._size(state, name, view)
         mean = state[name + "_block"].view(view.matrices, view.rows, -1)
         part: Tensor = mean[chunk[0], chunk[1], self._blocks(view, chunk, size)]
         start, stop, _ = chunk[2].indices(view.cols)
@@ -78,12 +80,12 @@ class BlockMean(StateFormat):
         return size // unit if unit > 1 else 1
 
     def save(self, state: State, name: str, view: Geometry) -> dict[str, Any]:
-        units = self._units(view, state[name + "_block_size"])
+        units = self._units(view, self._size(state, name, view))
         width = self.saved(view, torch.float32)[0].shape[-1]
         return {name + "_block": state[name + "_block"].repeat_interleave(units, dim=-1)[..., :width]}
 
     def load_(self, state: State, name: str, view: Geometry) -> None:
-        block, size = state[name + "_block"], state[name + "_block_size"]
+        block, size = state[name + "_block"], self._size(state, name, view)
         if block.shape[-1] != block_count(view.cols, size):
             state[name + "_block"] = block[..., :: self._units(view, size)].contiguous()
 
@@ -92,14 +94,9 @@ class BlockMean(StateFormat):
         return mean
 
     def fault(self, state: State, name: str, view: Geometry) -> str | None:
-        block, size = state[name + "_block"], state[name + "_block_size"]
-        unit = finest_block_size(view.cols)
-        if (
-            type(size) is not int
-            or not 0 < size <= view.cols
-            or (size != default_block_size(view.cols) and size % unit)
-        ):
-            return f"{name}_block_size is {size!r}; rows of {view.cols} elements have no such blocks"
+        block, size = state[name + "_block"], self._size(state, name, view)
+        if size not in (*candidates(view.cols), default_block_size(view.cols)):
+            return f"{name}_block_size is {size}; rows of {view.cols} elements have no such blocks"
         if not (block.isfinite() & (block >= 0)).all():
             return f"{name}_block holds a value that is negative or not finite"
         return None

@@ -45,7 +45,7 @@ class BlockQuantized(StateFormat):
     rounding: Literal["dithered", "nearest"] = "dithered"
 
     def _block(self, view: Geometry) -> int:
-        return min(self.block_size, view.cols)
+        return max(1, min(self.block_size, view.cols))
 
     def align(self, view: Geometry) -> int:
         return self._block(view)

@@ -122,15 +122,17 @@ class CompressedOptimizer(Optimizer):
             if p.grad is None:
                 continue
             check_gradient(p, p.grad, name)
-            state = self.state.get(p, {})
+            state, plan, view = self.state.get(p, {}), self.plan(p.shape, p.dtype, group), geometry(tuple(p.shape))
+            for moment, form in plan.moments if state else ():
+                form.load_(state, moment, view)  # some wrappers put saved state here themselves
             updates.append(
                 Update(
                     name=name,
                     param=p,
                     grad=p.grad,
                     state=state,
-                    plan=self.plan(p.shape, p.dtype, group),
-                    view=geometry(tuple(p.shape)),
+                    plan=plan,
+                    view=view,
                     hyper=_hyper(group, int(state["step"]) + 1 if state else 1),
                     fused=group["fused"],
                     nonfinite=group["nonfinite"],
@@ -183,9 +185,8 @@ class CompressedOptimizer(Optimizer):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for moment, form in self.plan(p.shape, p.dtype, group).moments:
                     for spec in form.components(view, p.dtype):
-                        state[moment + spec.suffix] = torch.zeros(spec.shape, dtype=spec.dtype, device=p.device)
-                    for suffix, value in form.numbers(view).items():
-                        state[moment + suffix] = value
+                        device = spec.device(p.device)
+                        state[moment + spec.suffix] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
 
     # ----------------------------------------------------------- calibration
 
@@ -279,7 +280,7 @@ class CompressedOptimizer(Optimizer):
                     continue
                 for key, value in entry.items():
                     if isinstance(value, saved.Keep):
-                        entry[key] = value.place(key, p.device)
+                        entry[key] = value.copy(p.device)
                 for moment, form in self.plan(p.shape, p.dtype, group).moments:
                     form.load_(entry, moment, geometry(tuple(p.shape)))
         self.__dict__.setdefault("skipped", Counter())

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Keep:
-    """A tensor that `torch.optim.Optimizer.load_state_dict` passes through as it is."""
+    """A tensor that torch's ``load_state_dict`` passes through as it is, and whether it stays on the CPU."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("host", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, host: bool = False) -> None:
+        self.tensor, self.host = tensor, host
 
-    def place(self, key: str, device: torch.device) -> Tensor:
-        """A copy on ``device``; ``step`` stays on the CPU, where reading it costs no synchronisation."""
-        target = torch.device("cpu") if key == "step" else device
+    def copy(self, device: torch.device) -> Tensor:
+        """A copy on ``device``, or on the CPU, where Python reads it without a synchronisation."""
+        target = torch.device("cpu") if self.host else device
         return self.tensor.detach().to(target, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -104,14 +104,9 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
     plan, view = optimizer.plan(param.shape, param.dtype, group), geometry(tuple(param.shape))
     specs = {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
-    numbers = {m + suffix for m, form in plan.moments for suffix in form.numbers(view)}
-    expected = {"step", *specs, *numbers}
-    if set(entry) != expected:
-        raise ValueError(
-            f"the state of parameter {name} does not belong to {type(optimizer).__name__} with these options: it has "
-            f"{sorted(map(str, entry))}, needed are {sorted(expected)}; load it into the optimizer that saved it"
-        )
-    for key, spec in specs.items():
+    expected = {"step", *specs}
+    shared = [key for key in specs if key in entry]  # compared first: it is the more telling difference
+    for key, spec in ((key, specs[key]) for key in shared):
         value = entry[key]
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} of parameter {name} must be a tensor, got {type(value).__name__}")
@@ -120,13 +115,21 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
                 f"{key} of parameter {name} (shape {tuple(param.shape)}) must be {spec.dtype} of shape {spec.shape}, "
                 f"got {value.dtype} of shape {tuple(value.shape)}; the state belongs to another parameter"
             )
+    if set(entry) != expected:
+        raise ValueError(
+            f"the state of parameter {name} (shape {tuple(param.shape)}) does not belong to {type(optimizer).__name__} "
+            f"with these options: it has {sorted(map(str, entry))}, needed are {sorted(expected)}; load it into the "
+            "optimizer that saved it"
+        )
     for moment, form in plan.moments:
         fault = form.fault(entry, moment, view)
         if fault:
             raise ValueError(f"the state of parameter {name} is damaged: {fault}; load an undamaged checkpoint")
-    kept: dict[str, Any] = {key: Keep(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-    kept["step"] = Keep(_step(entry["step"], name))
-    return kept
+    host = {key for key, spec in specs.items() if spec.device(param.device) != param.device}
+    return {
+        "step": Keep(_step(entry["step"], name), host=True),
+        **{key: Keep(entry[key], key in host) for key in specs},
+    }
 
 
 def _step(value: Any, name: str) -> Tensor:
