@@ -95,6 +95,8 @@ class BlockMean(StateFormat):
 
     def fault(self, state: State, name: str, view: Geometry) -> str | None:
         block, size = state[name + "_block"], self._size(state, name, view)
+        if not state[name + "_block_size"] and block.any():
+            return f"{name}_block_size is 0 (not found yet) though {name}_block is not all zeros"
         if size not in (*candidates(view.cols), default_block_size(view.cols)):
             return f"{name}_block_size is {size}; rows of {view.cols} elements have no such blocks"
         if not (block.isfinite() & (block >= 0)).all():

@@ -138,14 +138,18 @@ class CompressedOptimizer(Optimizer):
                     nonfinite=group["nonfinite"],
                 )
             )
-        self._idle_steps = 0 if updates else self._idle_steps + 1
-        if self._idle_steps == _STEPS_BEFORE_IDLE_WARNING and not self.state:
+        self._warn_if_idle(updates)
+        return updates
+
+    def _warn_if_idle(self, updates: list[Update]) -> None:
+        """Say once that no parameter ever had a gradient: the optimizer may hold tensors that nothing trains."""
+        self._idle_steps = _STEPS_BEFORE_IDLE_WARNING if updates else self._idle_steps + 1
+        if not updates and self._idle_steps == _STEPS_BEFORE_IDLE_WARNING:
             warnings.warn(
                 f"{type(self).__name__}: no parameter had a gradient in {self._idle_steps} steps; if the model was "
                 "wrapped or moved after the optimizer was built, build the optimizer again",
-                stacklevel=3,
+                stacklevel=4,
             )
-        return updates
 
     def _admit(self, updates: list[Update], totals: list[Tensor]) -> list[Update]:
         """Drop what must not be stepped: gradients that are not finite, and the zero-gradient probe.

@@ -1,0 +1,172 @@
+"""Options of the commands; what they do is in `daypack.cli.compare` and `daypack.cli.train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import daypack
+from daypack.cli import compare as compare_command
+from daypack.cli import train as train_command
+from daypack.training import TrainConfig, presets
+from daypack.training.config import dtypes
+
+app = typer.Typer(
+    help="Train with compressed optimizer state, and see what it costs and saves.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+DEFAULT = TrainConfig()
+
+# An option that is not given stays None and takes TrainConfig's default, so that --resume can tell the two apart.
+Model = Annotated[
+    str | None, typer.Option(help=f"Size of the transformer: {', '.join(presets())}.", show_default=DEFAULT.model)
+]
+Data = Annotated[
+    str | None,
+    typer.Option(help="Text file or folder to train on.", show_default="the Python standard library's sources"),
+]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", show_default=str(DEFAULT.steps))]
+Batch = Annotated[int | None, typer.Option(help="Windows per step.", show_default=str(DEFAULT.batch))]
+Context = Annotated[int | None, typer.Option(help="Bytes per window.", show_default=str(DEFAULT.context))]
+WeightDecay = Annotated[
+    float | None, typer.Option(help="Weight decay of matrices.", show_default=str(DEFAULT.weight_decay))
+]
+EvalEvery = Annotated[
+    int | None, typer.Option(help="Steps between evaluations on held-out text.", show_default="a tenth of the steps")
+]
+Device = Annotated[str | None, typer.Option(help="Torch device, such as cpu or cuda.", show_default=DEFAULT.device)]
+Dtype = Annotated[
+    str | None, typer.Option(help=f"Of weights and arithmetic: {', '.join(dtypes())}.", show_default=DEFAULT.dtype)
+]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads.", show_default="1 for tiny and small, else torch's choice")
+]
+Out = Annotated[Path, typer.Option(help="Folder that results go below.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"daypack {daypack.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train with compressed optimizer state, and see what it costs and saves."""
+
+
+@app.command()
+def compare(
+    optimizers: Annotated[
+        str,
+        typer.Option(help=f"Comma-separated names; the first is the baseline. Known: {', '.join(daypack.names())}."),
+    ] = "adamw,gefen",
+    seeds: Annotated[int, typer.Option(help="Runs per optimizer; more than one gives standard errors.")] = 1,
+    lr: Annotated[
+        str | None,
+        typer.Option(
+            help="Peak learning rate: one, or one each as in adamw=2e-3,sgd=0.1.", show_default=f"{DEFAULT.lr:g}"
+        ),
+    ] = None,
+    steps: Steps = None,
+    model: Model = None,
+    data: Data = None,
+    batch: Batch = None,
+    context: Context = None,
+    weight_decay: WeightDecay = None,
+    eval_every: EvalEvery = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    out: Out = Path("runs"),
+    name: Annotated[str, typer.Option(help="Folder of this comparison below --out.")] = "compare",
+) -> int:
+    """Train one model with several optimizers, from the same start on the same batches, and compare them.
+
+    Shows loss on held-out text, measured bytes of optimizer state per parameter, time per optimizer step and wall time.
+    Writes report.html, loss.png, metrics.jsonl and config.json to OUT/NAME once all runs are done; an earlier
+    comparison of that name is replaced then, anything else there is refused.
+
+    Example: daypack compare --optimizers adamw,gefen --seeds 3 --model tiny
+    """
+    given = {
+        "steps": steps,
+        "model": model,
+        "data": data,
+        "batch": batch,
+        "context": context,
+        "weight_decay": weight_decay,
+        "eval_every": eval_every,
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+    }
+    return compare_command.run(given, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
+
+
+@app.command()
+def train(
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(daypack.names())}.", show_default=DEFAULT.optimizer),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.", show_default=f"{DEFAULT.lr:g}")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the initial weights and the batches.", show_default=str(DEFAULT.seed))
+    ] = None,
+    steps: Steps = None,
+    model: Model = None,
+    data: Data = None,
+    batch: Batch = None,
+    context: Context = None,
+    weight_decay: WeightDecay = None,
+    eval_every: EvalEvery = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    out: Out = Path("runs"),
+    name: Annotated[
+        str | None, typer.Option(help="Folder of this run below --out.", show_default="the optimizer")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on from a run's folder or its checkpoint.pt, bit for bit. The checkpoint has all settings; "
+            "only --data (if the same text has moved), --device, --threads and --eval-every may differ."
+        ),
+    ] = None,
+) -> int:
+    """Train one model with one optimizer, with checkpoints.
+
+    Writes checkpoint.pt, metrics.jsonl, and at the end report.html and loss.png, to OUT/NAME, which must be new. Ctrl-C
+    (or SIGTERM) finishes the step, saves, and exits with code 130 (143); --resume goes on from there.
+
+    Example: daypack train --optimizer gefen --steps 2000, later: daypack train --resume runs/gefen
+    """
+    given = {
+        "optimizer": optimizer,
+        "lr": lr,
+        "seed": seed,
+        "steps": steps,
+        "model": model,
+        "data": data,
+        "batch": batch,
+        "context": context,
+        "weight_decay": weight_decay,
+        "eval_every": eval_every,
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+    }
+    if resume is not None:
+        return train_command.resume(given, path=resume, checkpoint_every=checkpoint_every)
+    return train_command.start(given, out=out, name=name, checkpoint_every=checkpoint_every)

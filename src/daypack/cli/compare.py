@@ -1,0 +1,66 @@
+"""`daypack compare`."""
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from daypack.cli import Interrupted
+from daypack.cli.lr import parse_lr
+from daypack.cli.progress import Display, make_console
+from daypack.reports.folder import RecordWriter, has_records, require_free, run_folder, staged, write_report
+from daypack.reports.page import Provenance
+from daypack.reports.table import comparison_table
+from daypack.reports.verdict import caveat, headline
+from daypack.training import Corpus, Record, RunResult, TrainConfig, compare, grid, load_corpus, summarise
+from daypack.training.config import with_threads
+from daypack.training.environment import versions
+
+
+def command_line() -> str:
+    """The command as it can be typed again."""
+    return shlex.join(["daypack", *sys.argv[1:]])
+
+
+def provenance(name: str, corpus: Corpus, threads: int | None) -> Provenance:
+    """How to get the result of this process again."""
+    return Provenance(name, command_line(), corpus.source, corpus.fingerprint, versions(threads))
+
+
+def run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
+    """Compare, print, and write the report; returns the exit code."""
+    folder = run_folder(out, name)
+    require_free(folder, "compare")
+    base = with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
+    names = [part.strip() for part in optimizers.split(",") if part.strip()]
+    configs = grid(base, names, seeds, parse_lr(lr, names, base.lr))
+    corpus = load_corpus(base.data)
+    console = make_console()
+    console.print(f"{base.model} model, {base.steps} steps, {corpus.source}: {len(corpus.train) / 1e6:.1f} MB of text")
+    started = time.perf_counter()
+    with staged(folder) as stage:
+        try:
+            results = _train(configs, corpus, stage, console)
+        except KeyboardInterrupt:
+            kept = f"; what was measured so far is in {stage}" if has_records(stage) else ""
+            raise Interrupted(kept) from None
+        write_report(stage, "compare", provenance(name, corpus, base.threads), results)
+    summaries = summarise(results)
+    console.print(comparison_table(summaries))
+    console.print(headline(summaries), soft_wrap=True)
+    console.print(caveat(summaries), soft_wrap=True)
+    console.print(f"{time.perf_counter() - started:.0f} s in all; report: {folder / 'report.html'}", soft_wrap=True)
+    return 0
+
+
+def _train(configs: list[TrainConfig], corpus: Corpus, stage: Path, console: Any) -> list[RunResult]:
+    total = sum(config.steps for config in configs)
+    with RecordWriter(stage) as writer, Display(console, total) as display:
+
+        def on_record(config: TrainConfig, record: Record) -> None:
+            writer.write(config, record)
+            display.show(config, record)
+
+        return compare(configs, corpus, on_record)

@@ -1,0 +1,69 @@
+"""Live progress on a terminal, plain lines anywhere else."""
+
+import sys
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from daypack.training.config import TrainConfig
+from daypack.training.loop import Record
+
+
+def make_console() -> Console:
+    """A console on stdout: colours and live display on a terminal, 100 columns of plain text otherwise."""
+    if sys.stdout.isatty():
+        return Console(highlight=False, markup=False)
+    return Console(highlight=False, markup=False, force_terminal=False, no_color=True, width=100)
+
+
+class Display:
+    """Shows the runs as they go on.
+
+    On a terminal, one bar for all runs and one for the current run; the lines of its evaluations scroll by above.
+    """
+
+    def __init__(self, console: Console, total_steps: int, done: int = 0) -> None:
+        self.console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._all = self._bars.add_task("all runs", total=total_steps, completed=done, loss="")
+        self._current: tuple[str, TaskID] | None = None
+
+    def __enter__(self) -> "Display":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bars.stop()
+
+    def show(self, config: TrainConfig, record: Record) -> None:
+        """Show one step."""
+        title = f"{config.label}, seed {config.seed}"
+        if self._current is None or self._current[0] != title:
+            if self._current is not None:
+                self._bars.remove_task(self._current[1])
+            self._current = title, self._bars.add_task(title, total=config.steps, completed=record.step - 1, loss="")
+        self._bars.update(self._current[1], completed=record.step, loss=f"loss {record.loss:.3f}")
+        self._bars.advance(self._all)
+        if record.validation is not None:
+            self.console.print(
+                f"{title}: step {record.step}/{config.steps}  training loss {record.loss:.3f}  "
+                f"validation loss {record.validation:.4f}  {record.seconds:.0f} s"
+            )

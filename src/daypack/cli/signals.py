@@ -1,0 +1,28 @@
+"""Ctrl-C and SIGTERM as a request that is met between two steps."""
+
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """While entered, the first SIGINT or SIGTERM only sets `signal`; a second SIGINT interrupts at once.
+
+    Attributes:
+        signal: number of the signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number

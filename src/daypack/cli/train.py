@@ -1,0 +1,118 @@
+"""`daypack train`: one optimizer, with checkpoints."""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from daypack.cli.compare import provenance
+from daypack.cli.progress import Display, make_console
+from daypack.cli.signals import StopRequest
+from daypack.reports.folder import (
+    RecordWriter,
+    require_free,
+    require_resumable,
+    rewind_records,
+    run_folder,
+    write_config,
+    write_report,
+)
+from daypack.reports.table import comparison_table
+from daypack.training import Job, Record, TrainConfig, summarise
+from daypack.training import checkpoint as checkpoints
+from daypack.training.config import with_threads
+from daypack.training.loop import finish, thread_count
+
+CHECKPOINT = "checkpoint.pt"
+# What may differ from the checkpoint: where and how long something runs, not what is computed.
+MAY_DIFFER = ("data", "device", "threads", "eval_every")
+
+
+def start(given: Mapping[str, Any], *, out: Path, name: str | None, checkpoint_every: int) -> int:
+    """Begin a run in a new folder; returns the exit code."""
+    _require_positive(checkpoint_every)
+    config = with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
+    folder = run_folder(out, name or config.optimizer)
+    require_free(folder, "train")
+    with thread_count(config.threads):
+        job = Job(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(
+            folder, "train", provenance(folder.name, job.corpus, config.threads), [{"config": config.to_dict()}]
+        )
+        return _go_on(job, folder / CHECKPOINT, [], checkpoint_every)
+
+
+def resume(given: Mapping[str, Any], *, path: Path, checkpoint_every: int) -> int:
+    """Go on with a run in its own folder; returns the exit code."""
+    _require_positive(checkpoint_every)
+    path = path / CHECKPOINT if path.is_dir() else path
+    checkpoint = checkpoints.load_checkpoint(path)
+    require_resumable(path.parent)
+    config = _merge(checkpoint, given)
+    with thread_count(config.threads), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        job = checkpoints.resume(checkpoint, config)
+    for warning in caught:
+        print(f"daypack: warning: {warning.message}", file=sys.stderr)
+    with thread_count(config.threads):
+        records = rewind_records(path.parent, job.step)
+        return _go_on(job, path, records, checkpoint_every)
+
+
+def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
+    """The checkpoint's config with the options that may differ.
+
+    Raises:
+        ValueError: an option contradicts the checkpoint.
+    """
+    for entry in fields(TrainConfig):
+        value, saved = given.get(entry.name), getattr(checkpoint.config, entry.name)
+        if value is not None and value != saved and entry.name not in MAY_DIFFER:
+            option = "--" + entry.name.replace("_", "-")
+            raise ValueError(
+                f"{option} {value} does not match {checkpoint.path}, which was trained with {option} {saved}; "
+                "leave the option out, or start a new run with --name"
+            )
+    return replace(checkpoint.config, **{key: given[key] for key in MAY_DIFFER if given.get(key) is not None})
+
+
+def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -> int:
+    """Train to the end or to a signal, saving to `path`; returns the exit code."""
+    console, folder, config = make_console(), path.parent, job.config
+    if job.step:
+        console.print(f"{path}: going on after step {job.step} of {config.steps}", soft_wrap=True)
+    saved = job.step if job.step else None
+    with StopRequest() as stop, RecordWriter(folder) as writer, Display(console, config.steps, job.step) as display:
+        while job.step < config.steps and stop.signal is None:
+            record = job.advance()
+            records.append(record)
+            writer.write(config, record)
+            display.show(config, record)
+            if job.step % checkpoint_every == 0 and job.step < config.steps:
+                writer.flush()  # a checkpoint must never be ahead of the records
+                checkpoints.save_checkpoint(path, job)
+                saved = job.step
+        writer.flush()
+        if saved != job.step:
+            checkpoints.save_checkpoint(path, job)
+    if job.step < config.steps and stop.signal is not None:
+        console.print(
+            f"stopped and saved after step {job.step}; go on with: daypack train --resume {folder}", soft_wrap=True
+        )
+        return 128 + stop.signal
+    if not records:
+        console.print(f"{path} is at its last step, {job.step}; nothing left to do", soft_wrap=True)
+        return 0
+    result = finish(job, records)
+    write_report(folder, "train", provenance(folder.name, job.corpus, config.threads), [result])
+    console.print(comparison_table(summarise([result])))
+    console.print(f"report: {folder / 'report.html'}  checkpoint: {path}", soft_wrap=True)
+    return 0
+
+
+def _require_positive(checkpoint_every: int) -> None:
+    if checkpoint_every < 1:
+        raise ValueError(f"--checkpoint-every must be at least 1, got {checkpoint_every}")

@@ -1,0 +1,261 @@
+"""The step loop that the command line, the benchmarks and the tests share."""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+import daypack
+from daypack.training.config import TrainConfig, dtypes
+from daypack.training.corpus import Corpus, load_corpus
+from daypack.training.models import build_model
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one step measured.
+
+    Attributes:
+        step: steps done, this one included.
+        loss: training loss of this step's batch before its update, nats per byte.
+        lr: learning rate of this step.
+        grad_norm: norm of the whole gradient before clipping; None without clipping.
+        optimizer_ms: time inside `optimizer.step()`, milliseconds.
+        seconds: time that training and evaluation have taken so far in this job.
+        validation: loss on the held-out windows after this step, nats per byte; None if not measured here.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    optimizer_ms: float
+    seconds: float
+    validation: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values; a number that is not finite becomes None."""
+        return {name: json_number(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Record":
+        """The inverse of `to_dict`; other entries are ignored.
+
+        Raises:
+            TypeError: `values` is no mapping, or a field is missing or of another type.
+        """
+        if not isinstance(values, Mapping) or not isinstance(values.get("step"), int):
+            raise TypeError(f"not a record: {values!r}")
+        known = {entry.name: values[entry.name] for entry in fields(cls) if entry.name in values}
+        return cls(**{**known, "loss": math.nan if known.get("loss") is None else known["loss"]})
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run.
+
+    Attributes:
+        config: what was run.
+        records: one per step.
+        parameters: parameter elements.
+        state_bytes: bytes of optimizer state, measured after the last step.
+    """
+
+    config: TrainConfig
+    records: tuple[Record, ...]
+    parameters: int
+    state_bytes: int
+
+    @property
+    def validation_loss(self) -> float:
+        """Last validation loss, nats per byte; NaN if the run diverged."""
+        curve = self.validation_curve
+        return curve[-1][1] if curve else math.nan
+
+    @property
+    def validation_curve(self) -> list[tuple[int, float]]:
+        """Pairs of step and validation loss."""
+        return [(record.step, record.validation) for record in self.records if record.validation is not None]
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Measured bytes of optimizer state per parameter element."""
+        return self.state_bytes / self.parameters
+
+    @property
+    def optimizer_ms(self) -> float:
+        """Median time inside `optimizer.step()`, milliseconds; the first step, which sets things up, is left out."""
+        times = [record.optimizer_ms for record in self.records]
+        return statistics.median(times[1:] or times)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of training and evaluation."""
+        return self.records[-1].seconds
+
+    def summary(self) -> dict[str, Any]:
+        """Config and outcome without the records, as JSON values."""
+        return {
+            "config": self.config.to_dict(),
+            "validation_loss": json_number(self.validation_loss),
+            "bytes_per_param": self.bytes_per_param,
+            "state_bytes": self.state_bytes,
+            "parameters": self.parameters,
+            "optimizer_ms": self.optimizer_ms,
+            "first_step_ms": self.records[0].optimizer_ms,
+            "seconds": self.seconds,
+        }
+
+
+class Job:
+    """A run in progress: model, optimizer and position. Between two records everything can be saved.
+
+    Attributes:
+        config: what is run.
+        corpus: the text.
+        model: the model being trained.
+        optimizer: its optimizer.
+        step: steps done.
+        seconds: time that training and evaluation have taken.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus | None = None) -> None:
+        """Build model and optimizer.
+
+        Args:
+            config: what to run.
+            corpus: the text, if it is loaded already; it must be what `config.data` names.
+
+        Raises:
+            ValueError: unknown optimizer, option or device, missing data, or too little of it.
+        """
+        self.config = config
+        self.corpus = load_corpus(config.data) if corpus is None else corpus
+        self.corpus.require(config.context)
+        self.device = require_device(config.device)
+        self.model = build_model(config.model, config.seed, device=self.device, dtype=dtypes()[config.dtype])
+        self.optimizer = build_optimizer(config, self.model)
+        self.step = 0
+        self.seconds = 0.0
+
+    def train(self) -> Iterator[Record]:
+        """Train to the end, yielding after every step. Whoever iterates may stop, save, and go on later."""
+        while self.step < self.config.steps:
+            yield self.advance()
+
+    def advance(self) -> Record:
+        """Do the next step, and the evaluation that is due after it."""
+        started = time.perf_counter()
+        config, parameters = self.config, list(self.model.parameters())
+        lr = config.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        batch = self.corpus.batch(config.seed, self.step, config.batch, config.context).to(self.device)
+        loss = self.model.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = None if config.clip is None else float(torch.nn.utils.clip_grad_norm_(parameters, config.clip))
+        self._synchronize()
+        stepping = time.perf_counter()
+        self.optimizer.step()
+        self._synchronize()
+        optimizer_ms = (time.perf_counter() - stepping) * 1e3
+        self.step += 1
+        validation = self.evaluate() if config.evaluates_after(self.step) else None
+        self.seconds += time.perf_counter() - started
+        return Record(self.step, float(loss.detach()), lr, norm, optimizer_ms, self.seconds, validation)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss on the held-out windows, nats per byte."""
+        config, total, count = self.config, 0.0, 0
+        for batch in self.corpus.validation_batches(config.eval_tokens, 2 * config.batch, config.context):
+            total += float(self.model.loss(batch.to(self.device), reduction="sum"))
+            count += batch.shape[0] * config.context
+        return total / count
+
+    def _synchronize(self) -> None:
+        # The CPU is never asynchronous; an accelerator's time would otherwise land in whatever waits for it next.
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def run(
+    config: TrainConfig, corpus: Corpus | None = None, on_record: Callable[[Record], None] | None = None
+) -> RunResult:
+    """Train from the start to the end.
+
+    Args:
+        config: what to run.
+        corpus: the text, to load it only once for several runs.
+        on_record: called after every step.
+
+    Raises:
+        ValueError: see `Job`.
+    """
+    with thread_count(config.threads):
+        job = Job(config, corpus)
+        records = []
+        for record in job.train():
+            records.append(record)
+            if on_record is not None:
+                on_record(record)
+        return finish(job, records)
+
+
+def finish(job: Job, records: list[Record]) -> RunResult:
+    """Measure the state of a job that has reached its end, and put the result together."""
+    report = daypack.state_report(job.optimizer)
+    return RunResult(job.config, tuple(records), report.parameters, report.total_bytes)
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `config` names, over the decayed and undecayed parameters of `model`.
+
+    Raises:
+        ValueError: unknown name, or an option that the optimizer does not take.
+    """
+    groups = daypack.param_groups(model, weight_decay=config.weight_decay)
+    try:
+        return daypack.create(config.optimizer, groups, lr=config.lr, **config.options)
+    except TypeError as error:
+        raise ValueError(f"optimizer {config.optimizer!r} does not take {dict(config.options)}: {error}") from None
+
+
+def require_device(name: str) -> torch.device:
+    """Return the device called `name`.
+
+    Raises:
+        ValueError: no such device, or this machine or this build of torch has none.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"cannot use device {name!r}: {reason}; try --device cpu") from None
+    if device.type == "meta":
+        raise ValueError("cannot train on device 'meta', which holds no numbers; try --device cpu")
+    return device
+
+
+@contextlib.contextmanager
+def thread_count(threads: int | None) -> Iterator[None]:
+    """Use that many CPU threads inside, and as many as before afterwards; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def json_number(value: Any) -> Any:
+    """`value`, or None for a float that JSON cannot write (NaN, infinity)."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

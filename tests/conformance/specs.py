@@ -1,0 +1,133 @@
+"""What is expected of each registered optimizer: a short declaration each, read by every scenario.
+
+A new optimizer joins by registering in `daypack`: without a declaration here it is one of ours with no exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import daypack
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One optimizer.
+
+    Attributes:
+        name: in the registry.
+        variants: constructor options to cross with every scenario, under the label that test ids show.
+        namesake: class of torch whose constructor, defaults and meaning it must keep.
+        ours: False for torch's own classes, to which we add nothing.
+        otherwise: scenario (test name without ``test_``) -> why it is not expected of this optimizer.
+        lr: a learning rate at which it moves visibly in a few steps.
+        bytes_per_param: upper bound on a layer of hidden size 1024, everything counted, for each variant.
+    """
+
+    name: str
+    namesake: type[torch.optim.Optimizer]
+    variants: Mapping[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
+    ours: bool = True
+    otherwise: Mapping[str, str] = field(default_factory=dict)
+    lr: float = 1e-2
+    bytes_per_param: Mapping[str, float] = field(default_factory=lambda: {"": 1.02})
+
+
+# What torch's own classes do otherwise, and why the scenario says nothing about us then.
+TORCH = {
+    "state_dtypes_follow_the_design": "torch keeps moments in the dtype of the parameter",
+    "gradient_of_another_dtype_than_the_parameter": "torch's kernels want one dtype for parameter and gradient",
+    "loading_shares_no_memory": "torch keeps the tensors of the loaded dict",
+    "missing_group_options_are_refilled": "torch refills only the options it once added",
+    "state_is_matched_by_name": "torch matches by position",
+    "names_that_differ_are_listed": "torch matches by position",
+    "state_of_another_shape_is_refused": "torch does not check shapes at load",
+    "one_bad_tensor_leaves_everything_as_it_was": "torch does not check state at load",
+    "damaged_state_is_refused": "torch does not check state at load",
+    "state_of_another_optimizer_is_refused": "torch does not check state at load",
+    "materialized_state_is_never_stepped": "torch's classes can only create state by a step",
+    "materialize_leaves_training_unchanged": "torch's classes can only create state by a step",
+    "checkpoint_loads_in_place_into_materialized_state": "torch's classes can only create state by a step",
+    "probing_for_state_leaves_training_unchanged": "torch counts the step at learning rate 0 that creates its state",
+    "probing_with_zero_eps_makes_no_nan": "torch divides 0 by 0 there",
+    "unused_parameter_has_state_and_trains_later": "torch creates state at the first gradient",
+    "rebuilds_from_its_defaults": "torch's AdamW has a default that its constructor does not take",
+    "strings_are_refused": "torch does not check types",
+    "bad_values_set_later_are_refused": "torch checks only in its constructor",
+    "bad_group_leaves_the_optimizer_as_it_was": "torch checks only in its constructor",
+    "true_is_refused_while_unsupported": "torch supports them",
+    "tensor_options": "torch takes them with restrictions of its own",
+    "every_option_is_a_group_key": "torch's AdamW has a default that its constructor does not take",
+    "nonfinite_gradient_skips_its_parameter_alone": "torch lets it through",
+    "nonfinite_gradient_teaches_nothing": "torch lets it through",
+    "nonfinite_raise_changes_nothing": "torch lets it through",
+    "huge_and_tiny_gradients": "torch lets an overflow of g^2 freeze the parameter",
+    "half_precision_is_rounded_once": "torch computes in the dtype of the parameter",
+    "half_precision_survives_zero_and_small_gradients": "eps rounds to 0 in fp16",
+    "unusable_gradient_changes_nothing": "torch finds it midway",
+    "complex_parameter_is_refused": "torch supports complex parameters",
+    "optimizer_that_never_sees_a_gradient_says_so": "torch steps nothing in silence",
+    "step_leaves_the_gradient_alone": "torch's Adam may add weight decay in place",
+}
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        Spec(
+            "gefen",
+            namesake=torch.optim.AdamW,
+            variants={"factored": {"second_moment": "factored"}, "blocks": {"second_moment": "blocks"}},
+            # Blocks of 256 cost 4 + 2 bytes a block: 1.023, and their kind is not the default.
+            bytes_per_param={"factored": 1.02, "blocks": 1.03},
+        ),
+        Spec("adamw", namesake=torch.optim.AdamW, ours=False, otherwise=TORCH, bytes_per_param={"": 8.01}),
+        Spec("adam", namesake=torch.optim.Adam, ours=False, otherwise=TORCH, bytes_per_param={"": 8.01}),
+        Spec(
+            "sgd",
+            namesake=torch.optim.SGD,
+            variants={"plain": {}, "momentum": {"momentum": 0.9}},
+            ours=False,
+            otherwise=TORCH
+            | {"state_travels_through_getter_and_setter": "torch's setter wants at least one state tensor"},
+            lr=1e-1,
+            bytes_per_param={"plain": 0.0, "momentum": 4.01},
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer with one variant of its options."""
+
+    spec: Spec
+    label: str
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.spec.name, self.label)))
+
+    def create(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+        return daypack.create(self.spec.name, params, **{"lr": self.spec.lr, **self.options, **options})
+
+
+def _cases() -> list[Case]:
+    specs = [SPECS.get(name) or Spec(name, namesake=torch.optim.AdamW) for name in daypack.names()]
+    return [Case(spec, label, options) for spec in specs for label, options in spec.variants.items()]
+
+
+CASES = _cases()
+
+
+def crossed(test: Test) -> Test:
+    """Run ``test(case, ...)`` for every optimizer of which the scenario is expected."""
+    scenario = test.__name__.removeprefix("test_")
+    cases = [case for case in CASES if scenario not in case.spec.otherwise]
+    return pytest.mark.parametrize("case", cases, ids=str)(test)
