@@ -31,7 +31,8 @@ def candidates(cols: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def default_block_size(cols: int) -> int:
-    """The block size of a row without structure: the whole row up to 256, its largest divisor from 64 on, else 256."""
+    """The block size of a row without structure: the whole row up to 256, else its largest divisor from 64 to 256 (a
+    multiple of `FINEST` where sizes are searched for), else 256 with a shorter last block."""
     if cols <= DEFAULT:
         return max(cols, 1)
     unit = finest_block_size(cols)

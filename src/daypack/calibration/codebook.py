@@ -43,8 +43,10 @@ def gaussian_prior(block_size: int) -> Array:
     top = torch.linspace(0, 8, 1025, dtype=torch.float64)[1:]
     inside = torch.erf(top / 2**0.5)  # P(|z| < top)
     weight = inside**block_size - torch.cat([torch.zeros(1, dtype=torch.float64), inside[:-1] ** block_size])
-    cumulative = torch.erf(edges[None] * top[:, None] / 2**0.5) / inside[:, None]
-    half = (weight[:, None] * cumulative.diff(dim=1)).sum(0) / 2 * (1 - 1 / block_size)
+    half = torch.zeros(BINS // 2, dtype=torch.float64)
+    for m, w in zip(top.split(64), (weight / inside).split(64), strict=True):  # in pieces of 1 MiB
+        half += w @ torch.erf(edges[None] * m[:, None] / 2**0.5).diff(dim=1)
+    half *= (1 - 1 / block_size) / 2
     return np.asarray(torch.cat([half.flip(0), half]), np.float64)
 
 

@@ -34,7 +34,7 @@ def observe(update: Update) -> Tensor:
     """First pass: fill ``update.sums`` with the statistics of g^2; write nothing else.
 
     Returns:
-        The sum of g^2, 0-dim: not finite exactly if the gradient is not, or if its square leaves the range.
+        The sum of g^2, 0-dim. It is not finite if the gradient is not, or if a statistic of g^2 would overflow.
     """
     form = update.plan.exp_avg_sq
     total = torch.zeros((), dtype=accumulator(update.param.dtype), device=update.param.device)

@@ -166,7 +166,7 @@ class CompressedOptimizer(Optimizer):
         return admitted
 
     def _refuse(self, update: Update) -> None:
-        problem = f"the gradient of parameter {update.name} is not finite, or its square is not"
+        problem = f"the gradient of parameter {update.name} is not finite, or its norm is beyond fp32 (1.8e19)"
         if update.nonfinite == "raise":
             raise ValueError(f"{problem}; nothing was updated (nonfinite='skip' passes over such parameters)")
         self.skipped[update.name] += 1
