@@ -44,8 +44,8 @@ def gaussian_prior(block_size: int) -> Array:
     inside = torch.erf(top / 2**0.5)  # P(|z| < top)
     weight = inside**block_size - torch.cat([torch.zeros(1, dtype=torch.float64), inside[:-1] ** block_size])
     half = torch.zeros(BINS // 2, dtype=torch.float64)
-    for m, w in zip(top.split(64), (weight / inside).split(64), strict=True):  # in pieces of 1 MiB
-        half += w @ torch.erf(edges[None] * m[:, None] / 2**0.5).diff(dim=1)
+    for piece in (slice(i, i + 64) for i in range(0, len(top), 64)):  # 1 MiB at a time
+        half += (weight / inside)[piece] @ torch.erf(edges[None] * top[piece, None] / 2**0.5).diff(dim=1)
     half *= (1 - 1 / block_size) / 2
     return np.asarray(torch.cat([half.flip(0), half]), np.float64)
 
