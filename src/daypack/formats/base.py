@@ -211,7 +211,7 @@ class StateFormat:
         """Add ``squared`` (g^2 under ``chunk``, ``[b, r, c]``) to the accumulators. Writes nothing else."""
 
     def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
-        """Exponential moving average with decay ``beta`` of the mean of g^2, from complete ``sums``."""
+        """Moving average with decay ``beta`` of the mean of g^2, from complete ``sums``, which it uses up."""
 
     def save(self, state: State, name: str, view: Geometry) -> dict[str, Any]:
         """Entries that ``state_dict()`` shows in another shape than the live state has; none for most formats."""

@@ -61,7 +61,7 @@ class BlockMean(StateFormat):
         mean, size = state[name + "_block"], self._size(state, name, view)
         counts = torch.full((mean.shape[-1],), size, dtype=mean.dtype, device=mean.device)
         counts[-1] = view.cols - size * (mean.shape[-1] - 1)
-        mean.lerp_((sums[0] / counts).view(mean.shape), 1 - beta)
+        mean.lerp_(sums[0].div_(counts).view(mean.shape), 1 - beta)
 
     def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
         size = self._size(state, name, view)

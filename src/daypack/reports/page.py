@@ -126,7 +126,7 @@ def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:
         ("model", f"{config.model}, {results[0].parameters:,} parameters"),
         ("steps", f"{config.steps:,}"),
         ("batch", f"{config.batch} windows of {config.context} bytes"),
-        ("schedule", f"{config.warmup} steps of warm-up, then cosine to {config.final_lr:g} of the peak"),
+        ("schedule", f"{config.warmup_steps} steps of warm-up, then cosine to {config.final_lr:g} of the peak"),
         ("weight decay", f"{config.weight_decay:g} on matrices"),
         ("gradient clipping", "none" if config.clip is None else f"at norm {config.clip:g}"),
         ("evaluation", f"{config.eval_tokens:,} held-out bytes at most, the same ones each time"),

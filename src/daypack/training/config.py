@@ -87,9 +87,14 @@ class TrainConfig:
         every = self.eval_every or max(1, self.steps // 10)
         return step == self.steps or step % every == 0
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up that a run of this length really has."""
+        return min(self.warmup, self.steps // 2)
+
     def learning_rate(self, step: int) -> float:
         """Learning rate of step number `step`, counted from 0: linear warm-up, then a cosine to `final_lr * lr`."""
-        warmup = min(self.warmup, self.steps // 2)
+        warmup = self.warmup_steps
         if step < warmup:
             return self.lr * (step + 1) / warmup
         done = (step + 1 - warmup) / max(1, self.steps - warmup)
