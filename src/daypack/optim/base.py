@@ -183,7 +183,7 @@ class CompressedOptimizer(Optimizer):
         `torch.distributed.checkpoint` needs it before it can load into a fresh optimizer.
         """
         for group, _, p in self._params():
-            if p.requires_grad and p not in self.state:
+            if (p.requires_grad or p.grad is not None) and p not in self.state:
                 view = geometry(tuple(p.shape))
                 state: State = self.state[p]
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)

@@ -1,0 +1,66 @@
+"""Parameters at the edge of a step: frozen ones with a gradient, late ones, and replicas under DDP's rules."""
+
+import pytest
+import torch
+
+import daypack
+
+
+@pytest.mark.parametrize("second_moment", ["factored", "blocks"])
+def test_a_frozen_parameter_that_still_has_a_gradient_is_stepped_as_by_adamw(second_moment):
+    moved = {}
+    for build in (torch.optim.AdamW, lambda ps, **kw: daypack.Gefen(ps, second_moment=second_moment, **kw)):
+        p = torch.nn.Parameter(torch.ones(40, 64))
+        p.grad = torch.ones(40, 64)
+        p.requires_grad_(False)
+        build([p], lr=0.1).step()
+        moved[build] = p.detach().clone()
+    adamw, gefen = moved.values()
+    assert torch.allclose(adamw, gefen, rtol=1e-5)
+    assert (gefen < 1).all()
+
+
+def test_a_late_parameter_takes_over_the_first_codebook():
+    torch.manual_seed(0)
+    early, late = (torch.nn.Parameter(torch.randn(64, 128)) for _ in range(2))
+    optimizer = daypack.Gefen([late, early], lr=1e-3)
+    early.grad = torch.randn(64, 128).pow(3)
+    optimizer.step()
+    learned = optimizer.state[early]["exp_avg_codebook"].clone()
+    assert not optimizer.state[late]["exp_avg_codebook"].any()
+    early.grad, late.grad = torch.randn(64, 128), torch.rand(64, 128)
+    optimizer.step()
+    assert torch.equal(optimizer.state[late]["exp_avg_codebook"], learned)
+    assert torch.equal(optimizer.state[early]["exp_avg_codebook"], learned)
+    assert (optimizer.state[late]["step"], optimizer.state[early]["step"]) == (1, 2)
+
+
+def test_replicas_with_equal_gradients_stay_equal_whatever_the_global_seed():
+    replicas = []
+    for seed in (1, 2):
+        p = torch.nn.Parameter(torch.ones(50, 300, dtype=torch.bfloat16))
+        optimizer = daypack.Gefen([p], lr=1e-2)
+        gradients = torch.Generator().manual_seed(0)
+        torch.manual_seed(seed)
+        for _ in range(5):
+            torch.rand(seed)  # moves the global generator differently on each replica
+            p.grad = torch.randn(50, 300, generator=gradients).to(torch.bfloat16)
+            optimizer.step()
+        replicas.append((p.detach(), optimizer.state[p]))
+    (p, state), (q, other) = replicas
+    assert torch.equal(p, q)
+    assert all(torch.equal(state[key], other[key]) for key in state)
+
+
+def test_a_diagonal_gradient_moves_at_most_by_the_root_of_its_width():
+    """The rank-1 estimate's worst case: n times too small a v on the diagonal, so steps of sqrt(n) lr."""
+    n = 64
+    p = torch.nn.Parameter(torch.zeros(n, n))
+    optimizer = daypack.Gefen([p], lr=1.0, weight_decay=0.0)
+    for _ in range(3):
+        before = p.detach().clone()
+        p.grad = torch.eye(n)
+        optimizer.step()
+        move = (p.detach() - before).abs()
+        assert torch.allclose(move.diagonal(), torch.full((n,), n**0.5), rtol=0.02)
+        assert not move.fill_diagonal_(0).any()
