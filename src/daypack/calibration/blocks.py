@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from daypack.formats.base import CHUNK_ELEMENTS, Geometry, block_count, blocked, chunks, read
+from daypack.formats.base import CHUNK_ELEMENTS, Geometry, accumulator, block_count, blocked, chunks, read
 
 #: Every block size that the search may choose is a multiple of this many elements, the unit of the saved form.
 FINEST = 16
@@ -75,7 +75,7 @@ def block_size_from_scores(cols: int, scores: Sequence[float]) -> int:
 def _scores(grad: Tensor, view: Geometry, sizes: tuple[int, ...]) -> list[float]:
     totals = torch.zeros(len(sizes), dtype=torch.float64, device=grad.device)
     for chunk in chunks(view):
-        g = read(grad, view, chunk).to(torch.float32)
+        g = read(grad, view, chunk).to(accumulator(grad.dtype))
         fine = blocked(g.square().add_(_LOG_FLOOR).log_(), FINEST).mean(-1)
         for i, size in enumerate(sizes):
             totals[i] += blocked(fine, size // FINEST).mean(-1).diff(dim=-1).abs().sum(dtype=torch.float64)

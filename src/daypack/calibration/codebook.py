@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from daypack.formats.base import Geometry, blocked, chunks, read
+from daypack.formats.base import Geometry, accumulator, blocked, chunks, read
 
 BINS = 4096
 LEVELS = 256
@@ -28,7 +28,7 @@ def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
     block = min(block_size, view.cols)
     counts = torch.zeros(BINS, dtype=torch.int64, device=grad.device)
     for chunk in chunks(view, align=block):
-        parts = blocked(read(grad, view, chunk).to(torch.float32), block)
+        parts = blocked(read(grad, view, chunk).to(accumulator(grad.dtype)), block)
         scale = parts.abs().amax(-1, keepdim=True)
         unit = (parts / scale)[parts != 0]
         bins = unit.add_(1).mul_(BINS // 2).to(torch.int32).clamp_(max=BINS - 1)

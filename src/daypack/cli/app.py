@@ -141,7 +141,8 @@ def train(
         Path | None,
         typer.Option(
             help="Go on from a run's folder or its checkpoint.pt, bit for bit. The checkpoint has all settings; "
-            "only --data (if the same text has moved), --device, --threads and --eval-every may differ."
+            "only --data (if the same text has moved), --device, --threads and --eval-every may differ, and "
+            "--checkpoint-every is to be given again."
         ),
     ] = None,
 ) -> int:

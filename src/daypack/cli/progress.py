@@ -1,5 +1,6 @@
 """Live progress on a terminal, plain lines anywhere else."""
 
+import os
 import sys
 
 from rich.console import Console
@@ -17,11 +18,18 @@ from daypack.training.config import TrainConfig
 from daypack.training.loop import Record
 
 
+class PipeConsole(Console):
+    """A console whose reader may leave (`| head`): the job goes on, and what it would have printed is dropped."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def make_console() -> Console:
     """A console on stdout: colours and live display on a terminal, 100 columns of plain text otherwise."""
     if sys.stdout.isatty():
         return Console(highlight=False, markup=False)
-    return Console(highlight=False, markup=False, force_terminal=False, no_color=True, width=100)
+    return PipeConsole(highlight=False, markup=False, force_terminal=False, no_color=True, width=100)
 
 
 class Display:

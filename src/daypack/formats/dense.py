@@ -24,4 +24,7 @@ class Dense(StateFormat):
         write_(state[name], view, chunk, value)
 
     def fault(self, state: State, name: str, view: Geometry) -> str | None:
-        return None if state[name].isfinite().all() else f"{name} holds a value that is not finite"
+        if not state[name].isfinite().all():
+            return f"{name} holds a value that is not finite"
+        # A second moment is a mean of squares; the first one has either sign.
+        return f"{name} holds a negative value" if name.endswith("_sq") and (state[name] < 0).any() else None

@@ -123,6 +123,8 @@ class CompressedOptimizer(Optimizer):
                 continue
             check_gradient(p, p.grad, name)
             state, plan, view = self.state.get(p, {}), self.plan(p.shape, p.dtype, group), geometry(tuple(p.shape))
+            if state:
+                saved.check_layout(self, name, p, plan, state)
             for moment, form in plan.moments if state else ():
                 form.load_(state, moment, view)  # some wrappers put saved state here themselves
             updates.append(

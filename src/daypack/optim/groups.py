@@ -21,12 +21,15 @@ class ParamGroups(list[dict[str, Any]]):
     def __str__(self) -> str:
         lines = []
         for group in self:
-            elements = sum(p.numel() for _, p in group["params"])
+            # An optimizer that took the group has put plain parameters and their names in place of the pairs.
+            names = group.get("param_names")
+            params = list(zip(names, group["params"], strict=True)) if names else group["params"]
+            elements = sum(p.numel() for _, p in params)
             lines.append(
                 f"weight_decay={group['weight_decay']:g} embedding={group['embedding']}: "
-                f"{len(group['params'])} parameters, {elements:,} elements"
+                f"{len(params)} parameters, {elements:,} elements"
             )
-            lines.extend(f"  {name} {tuple(p.shape)}: {self.reasons[name]}" for name, p in group["params"])
+            lines.extend(f"  {name} {tuple(p.shape)}: {self.reasons[name]}" for name, p in params)
         return "\n".join(lines)
 
 

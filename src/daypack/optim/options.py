@@ -95,11 +95,11 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
 
 
 def param_name(group: Group, group_index: int, index: int) -> str:
-    """The parameter's name if the group has names, else its place and shape; for messages only."""
+    """The parameter's name if the group has names, else its place; for messages only."""
     names = group.get("param_names")
     if names is not None and index < len(names):
-        return repr(names[index])
-    return f"{index} of group {group_index} (shape {tuple(group['params'][index].shape)})"
+        return str(names[index])
+    return f"{index} of group {group_index}"
 
 
 def _get(group: Group, option: str, where: str) -> Any:

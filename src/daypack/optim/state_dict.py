@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from daypack.formats.base import State, geometry
 from daypack.optim.options import Group, param_name
+from daypack.plan import ParamPlan
 
 if TYPE_CHECKING:
     from daypack.optim.base import CompressedOptimizer
@@ -52,14 +54,20 @@ def prepare(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[str,
         _match(group, live, g)
         _fill(optimizer, group, live, g)
         for i, (key, p) in enumerate(zip(group["params"], live["params"], strict=True)):
-            entry = loaded["state"].get(key)
+            entry, name = loaded["state"].get(key), param_name(live, g, i)
             if entry:
-                state[key] = _checked(optimizer, group, param_name(live, g, i), p, entry)
+                state[key] = _checked(optimizer, group, name, p, entry)
+            elif p.requires_grad and loaded["state"]:
+                warnings.warn(f"the state_dict has no state of parameter {name}; its moments restart", stacklevel=3)
     return {**loaded, "state": state, "param_groups": groups}
 
 
 def _match(group: Group, live: Group, index: int) -> None:
     """Put ``group["params"]`` in the order of the live parameters: by name where both sides have names."""
+    if not isinstance(group["params"], (list, tuple)) or len({*group["params"]}) != len(group["params"]):
+        raise ValueError(
+            f"params of parameter group {index} of the state_dict must be distinct, got {group['params']!r}"
+        )
     saved, current = group.get("param_names"), live.get("param_names")
     if saved is not None and current is not None:
         keys = {_plain(name): key for name, key in zip(saved, group["params"], strict=True)}
@@ -88,6 +96,11 @@ def _plain(name: str) -> str:
 
 def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int) -> None:
     """Back-fill options that an older version did not save, check all of them, and say when a stored form changes."""
+    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+        raise ValueError(
+            f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
+            f"{type(optimizer).__name__} decouples it (AdamW); load it into the optimizer that saved it"
+        )
     for option in optimizer.defaults:
         group.setdefault(option, live[option])
     optimizer.check_options(group, f"parameter group {index} of the state_dict")
@@ -125,11 +138,29 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
         fault = form.fault(entry, moment, view)
         if fault:
             raise ValueError(f"the state of parameter {name} is damaged: {fault}; load an undamaged checkpoint")
+    if float(entry["step"]) == 0 and any(entry[key].any() for key in specs):
+        raise ValueError(f"the state of parameter {name} is damaged: step is 0 though it holds moments")
     host = {key for key, spec in specs.items() if spec.device(param.device) != param.device}
     return {
         "step": Keep(_step(entry["step"], name), host=True),
         **{key: Keep(entry[key], key in host) for key in specs},
     }
+
+
+def check_layout(optimizer: Optimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
+    """Refuse to step state that was laid out under other options: they cannot change while training runs."""
+    view = geometry(tuple(param.shape))
+    for moment, form in plan.moments:
+        shapes = zip(form.components(view, param.dtype), form.saved(view, param.dtype), strict=True)
+        for live, saved in shapes:
+            stored = state.get(moment + live.suffix)
+            # Where live and saved shapes differ, the live one depends on data, and only the leading dims are fixed.
+            fixed = len(live.shape) if live == saved else -1
+            if stored is None or tuple(stored.shape)[:fixed] != live.shape[:fixed]:
+                raise ValueError(
+                    f"the state of parameter {name} is not laid out as the options of its group say; "
+                    f"{', '.join(getattr(optimizer, 'structural', ()))} cannot change after the first step"
+                )
 
 
 def _step(value: Any, name: str) -> Tensor:

@@ -44,6 +44,8 @@ def estimate_state(
     optimizer = Gefen([torch.empty(0)], **options)  # type: ignore[arg-type]
     elements = total = 0
     for shape in map(torch.Size, shapes):
+        if any(size < 0 for size in shape):
+            raise ValueError(f"a shape has sizes of at least 0, got {tuple(shape)}")
         view = geometry(tuple(shape))
         plan = optimizer.plan(shape, dtype, optimizer.param_groups[0])
         elements += prod(shape)
