@@ -31,7 +31,16 @@ X86_SOURCES = {
 }
 #: Sums and comparisons that must equal numpy's to the last bit are not contracted to fused multiply-adds.
 EXACT = {"codebook": ("-ffp-contract=off",), "calibrate": ("-ffp-contract=off",)}
-COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+COMMON = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+)
 
 
 def flags() -> dict[str, tuple[str, ...]]:
@@ -65,7 +74,8 @@ class BuildNative(build_ext):
             )
         except Exception as error:
             logging.getLogger("daypack").warning(
-                "daypack: the native kernels were not built (%s); the torch reference runs instead, which is slower", error
+                "daypack: the native kernels were not built (%s); the torch reference runs instead, which is slower",
+                error,
             )
 
 

@@ -51,9 +51,9 @@ def test_dither_is_the_integer_sequence_it_is_documented_to_be(limit, monkeypatc
     index = np.arange(3 * 50 * 41, dtype=np.uint64).reshape(view.view3)
     for step in (1, 2, 10**6, 2**24 + 3):
         for chunk in chunks(view):
-            expected = ((index[chunk] * DITHER_INDEX + step * DITHER_STEP) % (1 << 32)) >> np.uint64(8)
+            expected = ((index[chunk] * DITHER_INDEX + step * DITHER_STEP) % (1 << 32)) >> np.uint64(16)
             got = dither(view, chunk, step, torch.empty(expected.shape))
-            assert np.array_equal(got.numpy(), expected.astype(np.float32) * np.float32(2.0**-24))
+            assert np.array_equal(got.numpy(), expected.astype(np.float32) * np.float32(2.0**-16))
 
 
 def test_dither_runs_evenly_through_the_interval_over_elements_and_over_steps():

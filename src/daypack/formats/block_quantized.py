@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from daypack.calibration.codebook import GRID
 from daypack.formats.base import (
     Chunk,
     ComponentSpec,
@@ -102,9 +103,13 @@ class BlockQuantized(StateFormat):
             return f"{name}_scale holds a value that is negative or not finite"
         learned = bool(levels.any())
         if learned and not (
-            levels[0] == -1 and levels[-1] == 1 and (levels == 0).any() and (levels.diff() >= MIN_GAP).all()
+            levels[0] == -1
+            and levels[-1] == 1
+            and (levels == 0).any()
+            and (levels.diff() >= MIN_GAP).all()
+            and (levels * GRID == (levels * GRID).round()).all()
         ):
-            return f"{name}_codebook is not 256 levels that rise from -1 through 0 to 1"
+            return f"{name}_codebook is not 256 multiples of 1/{GRID} that rise from -1 through 0 to 1"
         if not learned and scale.any():
             return f"{name}_codebook is missing (all zeros) though {name}_scale is not: the codes cannot be read"
         return None
@@ -131,7 +136,7 @@ def round_up_to_bfloat16(x: Tensor) -> Tensor:
 
 
 def dither(view: Geometry, chunk: Chunk, step: int, like: Tensor) -> Tensor:
-    """Thresholds in [0, 1) for the elements under ``chunk`` at ``step``, ``[b, r, c]``, multiples of 2^-24.
+    """Thresholds in [0, 1) for the elements under ``chunk`` at ``step``, ``[b, r, c]``, multiples of 2^-16.
 
     ``frac(index * a + step * b)`` in 32-bit integers, ``index`` the element's place in the whole parameter: it needs no
     state, does not depend on the world size, and replays exactly. Over successive steps one element's thresholds are a
@@ -141,8 +146,8 @@ def dither(view: Geometry, chunk: Chunk, step: int, like: Tensor) -> Tensor:
     first = ((matrix * view.rows + row) * view.cols + col) * DITHER_INDEX + step * DITHER_STEP
     # A chunk is a contiguous run of elements. Integer products wrap around, which is the modulo that is meant.
     turns = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(_signed(DITHER_INDEX))
-    turns = turns.add_(_signed(first)).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
-    return turns.to(like.dtype).mul_(2.0**-24).view(like.shape)
+    turns = turns.add_(_signed(first)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    return turns.to(like.dtype).mul_(2.0**-16).view(like.shape)
 
 
 def _signed(x: int) -> int:
