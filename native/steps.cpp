@@ -165,7 +165,10 @@ Step make_step(const DaypackParam& d, const DaypackOptions& o) {
 }
 
 void average(float* mean, const float* sums, int64_t count, float divisor, float lerp) {
-  for (int64_t i = 0; i < count; ++i) mean[i] += lerp * (sums[i] / divisor - mean[i]);
+  for (int64_t i = 0; i < count; ++i) {
+    const float now = sums[i] / divisor, change = now - mean[i];
+    mean[i] = lerp < 0.5f ? mean[i] + lerp * change : now - (1 - lerp) * change;  // exact at both ends
+  }
 }
 
 // New row means and block means of some rows of one matrix.
