@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import daypack
-from ..conformance.scene import Params, gradient, noise
 from daypack import kernels
 from daypack.kernels import native
+
+from ..conformance.scene import Params, gradient, noise
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels were not built")
 

@@ -36,8 +36,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_BLOCK = 4096
 
 # The structs of native/daypack.h.
-_POINTERS = "param grad step codes scale codebook exp_avg exp_avg_sq row col block sums".split()
-_NUMBERS = "matrices rows cols block_size v_block_size v_kind param_type grad_type options".split()
+_POINTERS = ["param", "grad", "step", "codes", "scale", "codebook", "exp_avg", "exp_avg_sq", "row", "col", "block", "sums"]
+_NUMBERS = ["matrices", "rows", "cols", "block_size", "v_block_size", "v_kind", "param_type", "grad_type", "options"]
 PARAM = np.dtype([(name, np.uint64) for name in _POINTERS] + [(name, np.int64) for name in _NUMBERS])
 OPTIONS = np.dtype([(name, np.float64) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")])
 _V_KINDS: dict[type, int] = {Dense: 0, Factored: 1, BlockMean: 2}
