@@ -1,7 +1,7 @@
-"""Builds the native kernels where a C++ compiler is at hand; without one the package installs and the torch reference runs.
+"""Builds the native kernels where a C++ compiler is at hand; without one the torch reference runs.
 
-The library has a plain C interface and is loaded with ctypes: it links neither Python nor torch, so one build serves every
-version of both.
+The library has a plain C interface and is loaded with ctypes: it links neither Python nor torch, so one build serves
+every version of both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""References learn their codebooks with the native programme here: it finds the same bits (test_calibration.py), sooner."""
+"""References learn their codebooks with the native programme here: the same bits (test_calibration.py), sooner."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +9,6 @@ from daypack.kernels import native
 
 
 @pytest.fixture(autouse=True)
-def quick_codebooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick_codebooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.library() is not None and "calibration" not in request.module.__name__:
         monkeypatch.setattr(codebook, "optimal_levels", native.optimal_levels)
-    yield

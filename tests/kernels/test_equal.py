@@ -1,8 +1,8 @@
 """Every native cell computes what the torch reference computes.
 
 How much may differ, and why: sums of g^2 are added in another order; a multiplication and an addition may be one
-instruction; the learning rate may divide the denominator instead of multiplying the direction. So moments agree to a few
-units in the last place, and a code differs only where its value lies within that of a decision threshold.
+instruction; the learning rate may divide the denominator instead of multiplying the direction. So moments agree to
+a few units in the last place, and a code differs only where its value lies within that of a decision threshold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["cpu"]
 pytestmark = needs_native
 
 ULP = 2.0**-23
-#: Codes that may differ, of a million; scales that may differ (the largest moment rounds to another bf16), of a thousand.
+#: Codes that may differ, of a million, and scales (where the largest moment rounds to another bf16), of a thousand.
 CODES_PER_MILLION, SCALES_PER_MILLE = 10, 1
 
 OPTIONS: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ def close(pair: Pair, key: str) -> None:
 
 
 def parameter(pair: Pair) -> tuple[int, int]:
-    """Half-precision values that rounded to the neighbour, of how many. fp32: within 2 ulp, and 16 ulp of the largest step."""
+    """How many half-precision values rounded to the neighbour, of how many. fp32: within 2 ulp, and 16 of the step."""
     finite = pair.ours.isfinite()
     assert torch.equal(finite, pair.theirs.isfinite()), pair.name
     ours, theirs, before = (x[finite] for x in (pair.ours, pair.theirs, pair.before))

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 import daypack
 from daypack import kernels
+from daypack.calibration import codebook
 from daypack.kernels import native
 
 from ..conformance.scene import Params, assert_same, gradient, noise, state_of, values
@@ -21,6 +22,7 @@ from .pairs import SHAPES, cpu, needs_native, parameters, set_gradient
 __all__ = ["cpu"]
 pytestmark = needs_native
 
+numpy_levels = codebook.optimal_levels  # as it is before conftest.py puts the native one in its place
 SMALL = {"matrix": (24, 520), "wide": (3, 9000), "line": (1, 5000), "vector": (130,)}
 
 
@@ -61,6 +63,7 @@ def test_a_forked_child_starts_its_own_threads() -> None:
             with torch.no_grad():
                 work = optimizer._work
                 assert work is not None
+                assert work.refresh()
                 finite = work.observe()
                 work.apply(finite)
             os.write(write, params["matrix"].detach().numpy().tobytes()[:4000])
@@ -236,6 +239,7 @@ def test_unknown_instruction_sets_are_refused() -> None:
 
 def test_without_the_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(codebook, "optimal_levels", numpy_levels)
     params = parameters(torch.float32, SMALL)
     optimizer = daypack.Gefen(params.values())
     train(optimizer, params, range(2))

@@ -100,8 +100,8 @@ def _choose(update: Update) -> Kernel:
     refused = native.refusal(update)
     if refused and fused:
         raise ValueError(
-            f"fused=True, but {refused} (parameter {update.name}); use fused=None (the fastest available) or fused=False "
-            "(the torch reference)"
+            f"fused=True, but {refused} (parameter {update.name}); use fused=None (the fastest available) or "
+            "fused=False (the torch reference)"
         )
     return "reference" if refused else "native"
 

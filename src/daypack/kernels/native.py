@@ -1,12 +1,13 @@
 """The C++ kernels of ``native/`` through ctypes: one call for all parameters of a step, with a table of their pointers.
 
-Every function of the library is safe without the interpreter's lock. Where the library was not built, `library` is None.
+Every function of the library is safe without the interpreter's lock. Where it was not built, `library` is None.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -36,7 +37,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_BLOCK = 4096
 
 # The structs of native/daypack.h.
-_POINTERS = ["param", "grad", "step", "codes", "scale", "codebook", "exp_avg", "exp_avg_sq", "row", "col", "block", "sums"]
+_POINTERS = ["param", "grad", "step", "codes", "scale", "codebook", "exp_avg", "exp_avg_sq"]
+_POINTERS += ["row", "col", "block", "sums"]
 _NUMBERS = ["matrices", "rows", "cols", "block_size", "v_block_size", "v_kind", "param_type", "grad_type", "options"]
 PARAM = np.dtype([(name, np.uint64) for name in _POINTERS] + [(name, np.int64) for name in _NUMBERS])
 OPTIONS = np.dtype([(name, np.float64) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")])
@@ -46,7 +48,8 @@ _V_KINDS: dict[type, int] = {Dense: 0, Factored: 1, BlockMean: 2}
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, said once in the log, where the package was built without a compiler."""
-    path = Path(__file__).with_name("_native.dll" if sys.platform == "win32" else "_native.so")
+    beside = Path(__file__).with_name("_native.dll" if sys.platform == "win32" else "_native.so")
+    path = os.environ.get("DAYPACK_NATIVE", beside)  # another build of it: `make sanitize`
     try:
         found = ctypes.CDLL(str(path))
         if found.daypack_interface() != INTERFACE or found.daypack_param_bytes() != PARAM.itemsize:
@@ -181,7 +184,7 @@ class Batch:
         grads: Any = [p.grad for p in self.params]
         # Each line asks one question of all tensors at once: this runs at every step, for every parameter.
         if not (
-            all([g.layout is torch.strided and g.is_cpu for g in grads])
+            all(g.layout is torch.strided and g.is_cpu for g in grads)
             and [g.dtype for g in grads] == self.grad_dtypes
             and [g.shape for g in grads] == self.shapes
             and all(map(Tensor.is_contiguous, grads))
@@ -221,8 +224,8 @@ class Batch:
         self.sums = np.zeros(0, np.float32)
         if bad >= 0:
             raise ValueError(
-                f"the codebook of parameter {self.updates[bad].name} is not 256 multiples of 1/{codebook.GRID} that rise "
-                "from -1 to 1; nothing was updated; load an undamaged checkpoint"
+                f"the codebook of parameter {self.updates[bad].name} is not 256 multiples of 1/{codebook.GRID} that "
+                "rise from -1 to 1; nothing was updated; load an undamaged checkpoint"
             )
         # Autograd must notice that values it saved for a backward pass are not there any more.
         torch.autograd.graph.increment_version([p for p, on in zip(self.params, active.tolist(), strict=True) if on])

@@ -47,7 +47,7 @@ def observe(update: Update) -> Tensor:
 
 
 def apply(update: Update) -> None:
-    """Second pass: counts the step; both moments, the rule, decoupled weight decay and one rounding of the parameter."""
+    """Second pass: the step count, both moments, the rule, decoupled decay and one rounding of the parameter."""
     plan, state, view = update.plan, update.state, update.view
     state["step"] += 1
     hyper = Hyper.of(update.group, update.steps)

@@ -180,7 +180,8 @@ class CompressedOptimizer(Optimizer):
         if not any(float(group["lr"]) == 0 for group in self.param_groups):
             return finite
         probed = [float(u.group["lr"]) == 0 and u.steps == 0 and reference.is_zero(u) for u in updates]
-        return finite & ~np.array(probed, bool)
+        kept: NDArray[np.bool_] = finite & ~np.array(probed, bool)
+        return kept
 
     def _refuse(self, update: Update) -> None:
         problem = f"the gradient of parameter {update.name} is not finite, or its norm is beyond fp32 (1.8e19)"
