@@ -18,7 +18,7 @@ struct Tile {
 };
 
 // Columns of a tile where nothing else decides.
-constexpr int64_t TILE_COLS = 4096;
+constexpr int64_t TILE_COLS = 16384;
 static_assert(TILE_COLS >= DAYPACK_LARGEST_BLOCK, "a tile holds at least one block");
 
 // One parameter's step in the numbers that the loops want. `sign` of the gradient is in `weight`.
