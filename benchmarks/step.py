@@ -94,7 +94,9 @@ def run(workload: str, dtype: torch.dtype, names: list[str], rounds: int) -> Non
         for name in names:
             times[name].append(seconds(optimizers[name].step))
     copy = statistics.median(times["copy"])
-    print(f"\n{workload}, {str(dtype).removeprefix('torch.')}, {total / 1e6:.1f} M parameters; copy {1e-9 / copy:.1f} GB/s")
+    print(
+        f"\n{workload}, {str(dtype).removeprefix('torch.')}, {total / 1e6:.1f} M parameters; copy {1e-9 / copy:.1f} GB/s"
+    )
     print(f"{'':20}{'ns/param':>9}{'B/param':>9}{'of copy':>9}{'to fused':>9}{'first/step':>11}{'first ms':>9}")
     for name in names:
         step, nbytes = statistics.median(times[name]), moved(name, dtype)

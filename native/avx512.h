@@ -105,25 +105,25 @@ struct Decoder {
 // each is one long chain of dependent instructions. Then rounding, 64 values at a time.
 struct Encoder {
   const Codec& codec;
-  __m512i whole, fraction, search_order, bytes;
+  __m512i whole, search_order, bytes;
 
   explicit Encoder(const Codec& tables) : codec(tables) {
     const __m512i i = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    // Halves of 32-bit lanes of two vectors, in order.
-    fraction = _mm512_add_epi32(_mm512_mullo_epi32(i, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00020000));
-    whole = _mm512_add_epi16(fraction, _mm512_set1_epi16(1));
+    // High halves of 32-bit lanes of two vectors, in order.
+    whole = _mm512_add_epi32(_mm512_mullo_epi32(i, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00030001));
     // Low bytes of 16-bit lanes of two vectors: in order, and as the unpacks in `round` want them.
     bytes = _mm512_add_epi32(_mm512_mullo_epi32(i, _mm512_set1_epi32(0x08080808)), _mm512_set1_epi32(0x06040200));
     search_order = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
   }
 
-  // `values` are 16.16 fixed-point numbers of grid points; `turn` is the dither of the first 16 of them.
+  // `m` times `inverse` are 16.16 fixed-point numbers of grid points; `turn` is the dither of the first 16 of them.
   template <int N>
-  inline void operator()(const __m512i values[4 * N], __m512i turn, __m512i codes[N]) const {
+  inline void operator()(const float* m, __m512 inverse, __m512i turn, __m512i codes[N]) const {
     __m512i heap[8], x[2 * N], node[2 * N];
     for (int i = 0; i < 8; ++i) heap[i] = _mm512_load_si512(codec.heap + 32 * i);
     for (int j = 0; j < 2 * N; ++j) {
-      x[j] = _mm512_permutex2var_epi16(values[2 * j], whole, values[2 * j + 1]);
+      x[j] = _mm512_permutex2var_epi16(place(m + 32 * j, inverse, later(turn, 2 * j)), whole,
+                                       place(m + 32 * j + 16, inverse, later(turn, 2 * j + 1)));
       node[j] = _mm512_set1_epi16(1);
     }
     // threshold - 1 - x is negative, its top bit set, where x is at or above the threshold: the next turn in the tree.
@@ -133,13 +133,22 @@ struct Encoder {
       for (int j = 0; j < 2 * N; ++j)
         node[j] = _mm512_shldi_epi16(node[j], _mm512_sub_epi16(threshold(heap, node[j], depth), x[j]), 1);
 #pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) {
-      codes[j] = round(x + 2 * j, values + 4 * j, node + 2 * j, turn);
-      turn = _mm512_add_epi32(turn, _mm512_set1_epi32(static_cast<int>(64 * DITHER_INDEX)));
-    }
+    for (int j = 0; j < N; ++j) codes[j] = round(x + 2 * j, node + 2 * j, later(turn, 4 * j));
   }
 
  private:
+  // The dither `vectors` times 16 elements further on.
+  static inline __m512i later(__m512i turn, int vectors) {
+    return _mm512_add_epi32(turn, _mm512_set1_epi32(static_cast<int>(16 * static_cast<uint32_t>(vectors) * DITHER_INDEX)));
+  }
+
+  // Grid points of 16 values, in the high halves, rounded by the low half of the dither.
+  static inline __m512i place(const float* m, __m512 inverse, __m512i turn) {
+    const __m512i fixed = _mm512_cvt_roundps_epi32(_mm512_mul_ps(_mm512_load_ps(m), inverse),
+                                                   _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    return _mm512_add_epi32(fixed, _mm512_and_si512(turn, _mm512_set1_epi32(0xFFFF)));
+  }
+
   static inline __m512i threshold(const __m512i heap[8], __m512i node, int depth) {
     if (depth < 5) return _mm512_permutexvar_epi16(node, heap[0]);
     if (depth == 5) return _mm512_permutexvar_epi16(node, heap[1]);
@@ -155,8 +164,8 @@ struct Encoder {
         _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), index, _mm512_load_si512(table + 192)));
   }
 
-  // Codes of 64 values from the levels at or below them: up one where (x - level) > gap * dither, both as 16.16 numbers.
-  inline __m512i round(const __m512i x[2], const __m512i values[4], const __m512i level[2], __m512i turn) const {
+  // Codes of 64 values from the levels at or below them: up one where x - level > gap times the dither's high half.
+  inline __m512i round(const __m512i x[2], const __m512i level[2], __m512i turn) const {
     const __m512i index = _mm512_permutex2var_epi8(level[0], search_order, level[1]);
     const __mmask64 upper = _mm512_movepi8_mask(index);
     const __m512i low = lookup(codec.low, index, upper), high = lookup(codec.high, index, upper);
@@ -165,15 +174,9 @@ struct Encoder {
     const __m512i gap[2] = {_mm512_unpacklo_epi8(gap_low, gap_high), _mm512_unpackhi_epi8(gap_low, gap_high)};
     __m512i code[2];
     for (int j = 0; j < 2; ++j) {
-      const __m512i next = _mm512_add_epi32(turn, _mm512_set1_epi32(static_cast<int>(16 * DITHER_INDEX)));
-      const __m512i dither = _mm512_permutex2var_epi16(turn, whole, next);
-      turn = _mm512_add_epi32(turn, _mm512_set1_epi32(static_cast<int>(32 * DITHER_INDEX)));
-      const __m512i rest = _mm512_permutex2var_epi16(values[2 * j], fraction, values[2 * j + 1]);
-      const __m512i above = _mm512_sub_epi16(x[j], below[j]);
-      const __m512i limit = _mm512_mulhi_epu16(gap[j], dither), limit_rest = _mm512_mullo_epi16(gap[j], dither);
-      const __mmask32 tie = _mm512_cmpeq_epi16_mask(above, limit);
-      const __mmask32 more =
-          _mm512_cmpgt_epu16_mask(above, limit) | _mm512_mask_cmpgt_epu16_mask(tie, rest, limit_rest);
+      const __m512i dither = _mm512_permutex2var_epi16(later(turn, 2 * j), whole, later(turn, 2 * j + 1));
+      const __m512i above = _mm512_sub_epi16(x[j], below[j]), limit = _mm512_mulhi_epu16(gap[j], dither);
+      const __mmask32 more = _mm512_cmpgt_epu16_mask(above, limit);
       code[j] = _mm512_mask_add_epi16(level[j], more, level[j], _mm512_set1_epi16(1));
     }
     return _mm512_permutex2var_epi8(code[0], bytes, code[1]);
@@ -222,11 +225,8 @@ static inline __m512 step_vectors(typename P::Raw* p, const typename G::Raw* g, 
 template <int N>
 static inline void encode_group(const Encoder& encoder, const float* m, __m512 inverse, __m512i turn, uint8_t* codes,
                                 int n) {
-  __m512i values[4 * N], found[N];
-  for (int j = 0; j < 4 * N; ++j)
-    values[j] = _mm512_cvt_roundps_epi32(_mm512_mul_ps(_mm512_load_ps(m + 16 * j), inverse),
-                                         _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  encoder.template operator()<N>(values, turn, found);
+  __m512i found[N];
+  encoder.template operator()<N>(m, inverse, turn, found);
   for (int j = 0; j < N; ++j) {
     if (n >= 64 * (j + 1)) _mm512_storeu_si512(codes + 64 * j, found[j]);
     else _mm512_mask_storeu_epi8(codes + 64 * j, (1ull << (n - 64 * j)) - 1, found[j]);

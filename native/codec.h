@@ -4,7 +4,7 @@
 
 namespace daypack {
 
-// Levels are multiples of 1 / GRID, at least GAP of them apart; values are compared in 1/65536 of that.
+// Levels are multiples of 1 / GRID, at least GAP of them apart; values have FRACTION_BITS more before they are rounded.
 constexpr int GRID = 1 << 14;
 constexpr int GAP = GRID >> 12;
 constexpr int FRACTION_BITS = 16;

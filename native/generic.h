@@ -52,25 +52,27 @@ static inline void decode(const uint8_t* codes, float scale, const Codec& codec,
   for (int i = 0; i < n; ++i) m[i] = codec.level[codes[i]] * scale;
 }
 
-// codes of m / scale, rounded up where the dither's threshold is passed. `turn` is the dither at the first element.
+// codes of m / scale: rounded to the grid by the low half of the dither, to a level by its high half. `turn` is the dither at the first element.
 static inline void encode(const float* m, float scale, const Codec& codec, int n, uint32_t turn, uint8_t* codes) {
   constexpr int CHUNK = 256;
-  int32_t fixed[CHUNK];
+  int32_t place[CHUNK];
+  uint32_t share[CHUNK];
   for (int start = 0; start < n; start += CHUNK) {
     const int count = n - start < CHUNK ? n - start : CHUNK;
     for (int i = 0; i < count; ++i) {
       const float x = scale > 0 ? m[start + i] / scale * FIXED : 0.0f;
       const int32_t whole = static_cast<int32_t>(x);
-      fixed[i] = whole - (x < static_cast<float>(whole));  // floor
+      const uint32_t dither = turn + static_cast<uint32_t>(start + i) * DITHER_INDEX;
+      const int32_t floor = whole - (x < static_cast<float>(whole));
+      place[i] = (floor + static_cast<int32_t>(dither & 0xFFFF)) >> FRACTION_BITS;
+      share[i] = dither >> 16;
     }
     for (int i = 0; i < count; ++i) {
-      const int32_t place = fixed[i] >> FRACTION_BITS;
-      int code = codec.cell[(place + GRID) / GAP];
-      code += place >= codec.grid[code + 1];
-      const uint32_t above = static_cast<uint32_t>(fixed[i] - codec.grid[code] * (1 << FRACTION_BITS));
+      int code = codec.cell[(place[i] + GRID) / GAP];
+      code += place[i] >= codec.grid[code + 1];
       const uint32_t gap = static_cast<uint32_t>(codec.grid[code + 1] - codec.grid[code]);
-      const uint32_t dither = (turn + static_cast<uint32_t>(start + i) * DITHER_INDEX) >> 16;
-      codes[start + i] = static_cast<uint8_t>(code + (above > gap * dither));
+      const uint32_t above = static_cast<uint32_t>(place[i] - codec.grid[code]);
+      codes[start + i] = static_cast<uint8_t>(code + (above > gap * share[i] >> 16));
     }
   }
 }
