@@ -54,6 +54,9 @@ DAYPACK_EXPORT int daypack_param_bytes(void);
 DAYPACK_EXPORT const char* daypack_cpu(void);
 DAYPACK_EXPORT int daypack_use_cpu(const char* name);
 
+// Run on the threads of an OpenMP runtime: `gomp_parallel` is its GOMP_parallel. Null: on threads of our own.
+DAYPACK_EXPORT void daypack_borrow_threads(void* gomp_parallel);
+
 // First pass: fills every `sums` and `totals[i]`, the sum of g^2 in fp32: not finite exactly if the gradient is not, or if
 // its square leaves the range. Returns the number of parameters whose total is not finite.
 DAYPACK_EXPORT int64_t daypack_observe(const DaypackParam* params, int64_t count, int threads, float* totals);

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include "daypack.h"
+
 #include <atomic>
 #include <cfenv>
 #include <condition_variable>
@@ -23,6 +25,7 @@ struct Job {
   std::atomic<int64_t> next{0};
 
   void run() {
+    std::fesetenv(&environment);
     for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(context, i);
   }
 };
@@ -68,7 +71,6 @@ class Pool {
       --wanted_;
       ++running_;
       guard.unlock();
-      std::fesetenv(&job->environment);
       job->run();
       guard.lock();
       if (--running_ == 0) done_.notify_one();
@@ -80,6 +82,18 @@ class Pool {
   Job* job_ = nullptr;
   int wanted_ = 0, running_ = 0, workers_ = 0;
 };
+
+// GOMP_parallel of the runtime that torch uses. Its threads are awake when a step begins, right after the backward pass, and
+// spin for a while: workers of our own would have to share the processors with them.
+using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
+std::atomic<Team> team{nullptr};
+
+#if defined(_WIN32)
+bool forked() { return false; }
+#else
+const pid_t parent = getpid();
+bool forked() { return getpid() != parent; }  // a child has none of the runtime's threads, and would wait for them
+#endif
 
 // Never destroyed: its threads sleep until the process ends. A forked child has none of them and starts a pool anew.
 Pool& pool() {
@@ -109,7 +123,16 @@ void parallel(int64_t count, int threads, Task task, void* context) {
   Job job{task, context, count, {}};
   std::fegetenv(&job.environment);
   const int64_t helpers = (count < threads ? count : threads) - 1;
+  const Team borrowed = team.load(std::memory_order_relaxed);
+  if (helpers > 0 && borrowed != nullptr && !forked()) {
+    borrowed([](void* job_of) { static_cast<Job*>(job_of)->run(); }, &job, static_cast<unsigned>(helpers + 1), 0);
+    return;
+  }
   if (helpers < 1 || !pool().try_run(job, static_cast<int>(helpers))) job.run();
 }
 
+void borrow(void* parallel_of_runtime) { team.store(reinterpret_cast<Team>(parallel_of_runtime)); }
+
 }  // namespace daypack
+
+void daypack_borrow_threads(void* gomp_parallel) { daypack::borrow(gomp_parallel); }

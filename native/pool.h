@@ -1,4 +1,5 @@
-// Worker threads that sleep between calls. Work is handed out in numbered tasks; results must not depend on who runs one.
+// Threads: those of the OpenMP runtime that torch has loaded, else workers of our own that sleep between calls. Work is
+// handed out in numbered tasks; results must not depend on who runs one.
 #pragma once
 #include <cstdint>
 

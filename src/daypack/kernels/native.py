@@ -60,7 +60,21 @@ def library() -> ctypes.CDLL | None:
     found.daypack_cpu.restype = ctypes.c_char_p
     for name in ("observe", "apply", "codebook"):
         getattr(found, "daypack_" + name).restype = ctypes.c_int64
+    found.daypack_borrow_threads(_openmp())
     return found
+
+
+def _openmp() -> ctypes.c_void_p | None:
+    """``GOMP_parallel`` of the OpenMP runtime that torch brought along and loaded; None where there is none."""
+    loaded_only = getattr(os, "RTLD_NOLOAD", None)
+    if loaded_only is None:
+        return None
+    for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*.so*")):
+        try:
+            return ctypes.cast(ctypes.CDLL(str(path), mode=loaded_only).GOMP_parallel, ctypes.c_void_p)
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 def cpu() -> str:
