@@ -13,12 +13,15 @@ static inline __m512 load(const uint16_t* p, Mask k, Float16) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(k, p));
 }
 static inline void store(float* p, Mask k, __m512 x, Float32) { _mm512_mask_storeu_ps(p, k, x); }
-static inline void store(uint16_t* p, Mask k, __m512 x, BFloat16) {  // vcvtneps2bf16 would flush denormals to zero
+// To nearest, ties to even; vcvtneps2bf16 would flush denormals to zero. A NaN stays one: it comes from a bf16 number or from
+// the processor, so that its low half is zero.
+static inline void store(uint16_t* p, Mask k, __m512 x, BFloat16) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
-  sum = _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC00000));
-  _mm256_mask_storeu_epi16(p, k, _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+  const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+  const __m512i i = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i high = _mm512_add_epi32(_mm512_mullo_epi32(i, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00030001));
+  _mm256_mask_storeu_epi16(p, k, _mm512_castsi512_si256(_mm512_permutexvar_epi16(high, sum)));
 }
 static inline void store(uint16_t* p, Mask k, __m512 x, Float16) {
   _mm256_mask_storeu_epi16(p, k, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
@@ -37,12 +40,13 @@ static inline void prefetch(const T* p) {
 // ROWS rows of n elements at once, so that a column sum is loaded and stored once for all of them.
 template <class G, int ROWS>
 static inline void observe_group(const typename G::Raw* g, int64_t stride, int64_t n, float* row_sums, float* cols) {
+  constexpr int64_t ahead = 2048 / sizeof(typename G::Raw);
   __m512 rows[ROWS];
   for (int r = 0; r < ROWS; ++r) rows[r] = _mm512_setzero_ps();
   for (int64_t i = 0; i < n; i += 16) {
     const Mask k = mask_of(static_cast<int>(n - i < 16 ? n - i : 16));
     __m512 col = _mm512_load_ps(cols + i);
-    const int64_t next = i + AHEAD < n ? i + AHEAD : ROWS * stride + (i + AHEAD - n);
+    const int64_t next = i + ahead < n ? i + ahead : ROWS * stride + (i + ahead - n);
     for (int r = 0; r < ROWS; ++r) {
       _mm_prefetch(reinterpret_cast<const char*>(g + r * stride + next), _MM_HINT_T0);
       const __m512 x = load(g + r * stride + i, k, G{});
@@ -58,7 +62,7 @@ template <class G>
 static inline void observe_rows(const typename G::Raw* g, int64_t stride, int64_t rows, int64_t n, float* row_sums,
                                 float* cols) {
   constexpr int GROUP = 64;
-  alignas(64) float group[TILE_COLS + 16];
+  alignas(64) float group[SUM_COLS + 16];
   for (int64_t i = 0; i < n; ++i) cols[i] = 0;
   for (int64_t r = 0; r < rows;) {
     for (int64_t i = 0; i < n; i += 16) _mm512_store_ps(group + i, _mm512_setzero_ps());
@@ -116,14 +120,14 @@ struct Encoder {
     search_order = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
   }
 
-  // `m` times `inverse` are 16.16 fixed-point numbers of grid points; `turn` is the dither of the first 16 of them.
-  template <int N>
-  inline void operator()(const float* m, __m512 inverse, __m512i turn, __m512i codes[N]) const {
+  // `m` times `inverse(element)` are 16.16 fixed-point numbers of grid points; `turn` is the dither of the first 16.
+  template <int N, class Inverse>
+  inline void operator()(const float* m, const Inverse& inverse, __m512i turn, __m512i codes[N]) const {
     __m512i heap[8], x[2 * N], node[2 * N];
     for (int i = 0; i < 8; ++i) heap[i] = _mm512_load_si512(codec.heap + 32 * i);
     for (int j = 0; j < 2 * N; ++j) {
-      x[j] = _mm512_permutex2var_epi16(place(m + 32 * j, inverse, later(turn, 2 * j)), whole,
-                                       place(m + 32 * j + 16, inverse, later(turn, 2 * j + 1)));
+      x[j] = _mm512_permutex2var_epi16(place(m + 32 * j, inverse(32 * j), later(turn, 2 * j)), whole,
+                                       place(m + 32 * j + 16, inverse(32 * j + 16), later(turn, 2 * j + 1)));
       node[j] = _mm512_set1_epi16(1);
     }
     // threshold - 1 - x is negative, its top bit set, where x is at or above the threshold: the next turn in the tree.
@@ -195,12 +199,15 @@ constexpr int SIDE_BY_SIDE = 4;
 struct Row {
   __m512 factor, eps, decay, weight;
 
-  Row(const Step& s, float row_factor) {
-    factor = _mm512_set1_ps(s.rate > 0 ? row_factor / s.rate : 0.0f);
+  float inverse_rate;
+
+  explicit Row(const Step& s) : inverse_rate(s.rate > 0 ? 1.0f / s.rate : 0.0f) {
     eps = _mm512_set1_ps(s.rate > 0 ? s.eps / s.rate : __builtin_inff());
     decay = _mm512_set1_ps(s.decay);
     weight = _mm512_set1_ps(s.weight);
   }
+
+  void use(float row_factor) { factor = _mm512_set1_ps(row_factor * inverse_rate); }
 };
 
 // Fresh first moment and parameter of n <= 64 elements; the old moment is `old[4]` times `unit`. Returns the magnitudes.
@@ -213,7 +220,7 @@ static inline __m512 step_vectors(typename P::Raw* p, const typename G::Raw* g, 
     const __m512 pull = _mm512_mul_ps(load(g + 16 * q, k, G{}), row.weight);
     __m512 fresh = _mm512_fmadd_ps(_mm512_cvtepi32_ps(old[q]), unit, pull);
     if (!FULL) fresh = _mm512_maskz_mov_ps(k, fresh);
-    _mm512_store_ps(m + 16 * q, fresh);
+    _mm512_storeu_ps(m + 16 * q, fresh);
     largest = _mm512_range_ps(largest, fresh, 0xB);  // the larger magnitude
     const __m512 denominator = _mm512_fmadd_ps(row.factor, _mm512_loadu_ps(root + 16 * q), row.eps);
     const __m512 move = _mm512_div_ps(fresh, denominator);
@@ -222,15 +229,26 @@ static inline __m512 step_vectors(typename P::Raw* p, const typename G::Raw* g, 
   return largest;
 }
 
-template <int N>
-static inline void encode_group(const Encoder& encoder, const float* m, __m512 inverse, __m512i turn, uint8_t* codes,
-                                int n) {
+template <int N, class Inverse>
+static inline void encode_group(const Encoder& encoder, const float* m, const Inverse& inverse, __m512i turn,
+                                uint8_t* codes, int n) {
   __m512i found[N];
   encoder.template operator()<N>(m, inverse, turn, found);
-  for (int j = 0; j < N; ++j) {
+  for (int j = 0; j < N && n > 64 * j; ++j) {
     if (n >= 64 * (j + 1)) _mm512_storeu_si512(codes + 64 * j, found[j]);
     else _mm512_mask_storeu_epi8(codes + 64 * j, (1ull << (n - 64 * j)) - 1, found[j]);
   }
+}
+
+// 2^30 / scale, rounded down, so that no product leaves the range of the grid.
+static inline float inverse_of(float scale) {
+  return _mm_cvtss_f32(_mm_div_round_ss(_mm_set_ss(FIXED), _mm_set_ss(scale), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC));
+}
+
+static inline __m512i turns_from(uint32_t turn) {
+  const __m512i i = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(turn)),
+                          _mm512_mullo_epi32(i, _mm512_set1_epi32(static_cast<int>(DITHER_INDEX))));
 }
 
 // `m` is readable, and holds zeros, up to the next multiple of 64.
@@ -238,34 +256,41 @@ static __attribute__((noinline)) void encode(const float* m, float scale, const 
                                              uint8_t* codes) {
   if (scale < SMALLEST_SCALE) return generic::encode(m, scale, codec, n, turn, codes);
   const Encoder encoder(codec);
-  // Rounded down, so that no product leaves the range of the grid.
-  const __m512 inverse = _mm512_broadcastss_ps(
-      _mm_div_round_ss(_mm_set_ss(FIXED), _mm_set_ss(scale), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC));
-  const __m512i i = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __m512i turns = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(turn)),
-                                   _mm512_mullo_epi32(i, _mm512_set1_epi32(static_cast<int>(DITHER_INDEX))));
+  const __m512 factor = _mm512_set1_ps(inverse_of(scale));
+  const auto inverse = [factor](int) { return factor; };
+  constexpr int MANY = 64 * SIDE_BY_SIDE;
   int at = 0;
-  for (; at + SIDE_BY_SIDE * 64 <= n; at += SIDE_BY_SIDE * 64) {
-    encode_group<SIDE_BY_SIDE>(encoder, m + at, inverse, turns, codes + at, SIDE_BY_SIDE * 64);
-    turns = _mm512_add_epi32(turns, _mm512_set1_epi32(static_cast<int>(SIDE_BY_SIDE * 64 * DITHER_INDEX)));
-  }
-  for (; at < n; at += 64) {
-    encode_group<1>(encoder, m + at, inverse, turns, codes + at, n - at);
-    turns = _mm512_add_epi32(turns, _mm512_set1_epi32(static_cast<int>(64 * DITHER_INDEX)));
-  }
+  for (; at + MANY <= n; at += MANY)
+    encode_group<SIDE_BY_SIDE>(encoder, m + at, inverse, turns_from(turn + static_cast<uint32_t>(at) * DITHER_INDEX),
+                               codes + at, MANY);
+  for (; at < n; at += 64)
+    encode_group<1>(encoder, m + at, inverse, turns_from(turn + static_cast<uint32_t>(at) * DITHER_INDEX), codes + at,
+                    n - at);
+}
+
+// Several whole rows of up to 64 elements, one after the other: as many as fill the searches that run side by side. `m` and
+// `inverse` hold n elements, then zeros up to RUN.
+constexpr int RUN = 64 * SIDE_BY_SIDE;
+static __attribute__((noinline)) void encode_run(const float* m, const float* inverse, const Codec& codec, int n,
+                                                 uint32_t turn, uint8_t* codes) {
+  const Encoder encoder(codec);
+  const auto factor = [inverse](int at) { return _mm512_load_ps(inverse + at); };
+  encode_group<SIDE_BY_SIDE>(encoder, m, factor, turns_from(turn), codes, n);
 }
 
 // Fresh moment into `m`, parameter and scale of one block. Returns the scale.
 template <class P, class G>
 static inline float fresh_coded_block(typename P::Raw* p, const typename G::Raw* g, const uint8_t* codes, uint16_t* scale,
-                                      const float* root, float factor, int n, const Step& s, float* m) {
+                                      const float* root, float factor, int n, const Step& s, Row& row, float* m) {
   const float old_scale = BFloat16::get(*scale);
-  for (int i = n; i < (n + 63) / 64 * 64; ++i) m[i] = 0;
-  if (old_scale < SMALLEST_SCALE && old_scale > 0)
-    return generic::fresh_coded_block<P, G>(p, g, codes, scale, root, factor, n, s, m);
+  if (old_scale < SMALLEST_SCALE && old_scale > 0) {
+    generic::Row plain(s);
+    for (int i = n / 64 * 64; i < (n + 63) / 64 * 64; i += 16) _mm512_storeu_ps(m + i, _mm512_setzero_ps());
+    return generic::fresh_coded_block<P, G>(p, g, codes, scale, root, factor, n, s, plain, m);
+  }
   const Decoder decode(*s.codec);
   const __m512 unit = _mm512_set1_ps(s.beta1 * old_scale / FIXED);
-  const Row row(s, factor);
+  row.use(factor);
   __m512 largest = _mm512_setzero_ps();
   __m512i old[4];
   int at = 0;
@@ -277,9 +302,42 @@ static inline float fresh_coded_block(typename P::Raw* p, const typename G::Raw*
     largest = step_vectors<P, G, true>(p + at, g + at, old, unit, root + at, row, 64, m + at, largest);
   }
   if (at < n) {
+    for (int i = n / 16 * 16; i < at + 64; i += 16) _mm512_storeu_ps(m + i, _mm512_setzero_ps());
     decode(_mm512_maskz_loadu_epi8((1ull << (n - at)) - 1, codes + at), old);
     largest = step_vectors<P, G, false>(p + at, g + at, old, unit, root + at, row, n - at, m + at, largest);
   }
   *scale = static_cast<uint16_t>((bits_of(_mm512_reduce_max_ps(largest)) + 0xFFFF) >> 16);
   return BFloat16::get(*scale);
+}
+
+// Rows of at most 64 elements, each of them one block: moments of many rows are encoded together.
+template <class P, class G>
+static void step_short_rows(typename P::Raw* p, const typename G::Raw* g, uint8_t* codes, uint16_t* scale,
+                            const float* root, const float* factors, int64_t rows, int n, uint32_t turn, const Step& s) {
+  alignas(64) float m[RUN + 64], inverse[RUN + 64];
+  const int each = RUN / n;
+  Row numbers(s);
+  for (int64_t first = 0; first < rows; first += each) {
+    const int count = static_cast<int>(rows - first < each ? rows - first : each);
+    const int64_t start = first * n;
+    const uint32_t at = turn + static_cast<uint32_t>(start) * DITHER_INDEX;
+    bool ordinary = true;
+    float scales[RUN];
+    for (int r = 0; r < count; ++r) {
+      const int64_t row = start + r * n;
+      scales[r] = fresh_coded_block<P, G>(p + row, g + row, codes + row, scale + first + r, root, factors[first + r], n, s,
+                                          numbers, m + r * n);
+      ordinary = ordinary && scales[r] >= SMALLEST_SCALE;
+      const __m512 factor = _mm512_set1_ps(ordinary ? inverse_of(scales[r]) : 0.0f);
+      for (int i = 0; i < n; i += 16) _mm512_storeu_ps(inverse + r * n + i, factor);
+    }
+    if (ordinary) {
+      for (int i = count * n; i < RUN; ++i) m[i] = 0;
+      encode_run(m, inverse, *s.codec, count * n, at, codes + start);
+    } else {
+      for (int r = 0; r < count; ++r)
+        generic::encode(m + r * n, scales[r], *s.codec, n, at + static_cast<uint32_t>(r * n) * DITHER_INDEX,
+                        codes + start + r * n);
+    }
+  }
 }

@@ -37,7 +37,7 @@ template <class G>
 static inline void observe_rows(const typename G::Raw* g, int64_t stride, int64_t rows, int64_t n, float* row_sums,
                                 float* cols) {
   constexpr int GROUP = 64;
-  alignas(64) float group[TILE_COLS];
+  alignas(64) float group[SUM_COLS];
   for (int64_t i = 0; i < n; ++i) cols[i] = 0;
   for (int64_t r = 0; r < rows;) {
     for (int64_t i = 0; i < n; ++i) group[i] = 0;
@@ -99,14 +99,31 @@ static inline void step_block(typename P::Raw* __restrict p, const typename G::R
   }
 }
 
+// What a kernel prepares once for all rows of a tile; nothing here.
+struct Row {
+  explicit Row(const Step&) {}
+};
+
 // The same with codes for the old moment; stores and returns the scale of the new one, whose codes are left to `encode`.
 template <class P, class G>
 static inline float fresh_coded_block(typename P::Raw* p, const typename G::Raw* g, const uint8_t* codes, uint16_t* scale,
-                                      const float* root, float factor, int n, const Step& s, float* m) {
+                                      const float* root, float factor, int n, const Step& s, Row&, float* m) {
   decode(codes, BFloat16::get(*scale), *s.codec, n, m);
   step_block<P, G>(p, g, m, root, factor, n, s);
   *scale = block_scale(m, n);
   return BFloat16::get(*scale);
+}
+
+// Rows of at most 64 elements, each of them one block.
+template <class P, class G>
+static void step_short_rows(typename P::Raw* p, const typename G::Raw* g, uint8_t* codes, uint16_t* scale,
+                            const float* root, const float* factors, int64_t rows, int n, uint32_t turn, const Step& s) {
+  float m[64];
+  Row row(s);
+  for (int64_t r = 0; r < rows; ++r, p += n, g += n, codes += n, ++scale, turn += static_cast<uint32_t>(n) * DITHER_INDEX) {
+    const float fresh = fresh_coded_block<P, G>(p, g, codes, scale, root, factors[r], n, s, row, m);
+    encode(m, fresh, *s.codec, n, turn, codes);
+  }
 }
 
 // AdamW as it is, on n elements with dense moments.

@@ -17,8 +17,9 @@ struct Tile {
   int64_t v_blocks() const { return (param->cols + param->v_block_size - 1) / param->v_block_size; }
 };
 
-// Columns of a tile where nothing else decides.
-constexpr int64_t TILE_COLS = 16384;
+// Columns of a tile where nothing else decides: rows are read whole, as far as a buffer of column roots in the second-level
+// cache allows; column sums stay in the first-level cache.
+constexpr int64_t TILE_COLS = 16384, SUM_COLS = 2048;
 static_assert(TILE_COLS >= DAYPACK_LARGEST_BLOCK, "a tile holds at least one block");
 
 // One parameter's step in the numbers that the loops want. `sign` of the gradient is in `weight`.

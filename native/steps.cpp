@@ -21,8 +21,8 @@ int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 struct Tiling {
   int64_t row_step, row_parts, col_step, col_parts, tasks;
 
-  Tiling(const DaypackParam& d, int64_t align) {
-    const int64_t widest = d.v_kind == DAYPACK_DENSE && d.codes == nullptr ? DENSE_COLS : TILE_COLS;
+  Tiling(const DaypackParam& d, int64_t align, int64_t widest) {
+    if (d.v_kind == DAYPACK_DENSE && d.codes == nullptr) widest = DENSE_COLS;
     col_step = d.cols <= widest ? larger(d.cols, 1) : larger(align, widest / align * align);
     // Enough rows that a column sum written per part costs little, and few enough parts that adding them does.
     row_step = larger(larger(parts(TASK_ELEMENTS, col_step), parts(d.rows, MOST_ROW_PARTS)), 1);
@@ -149,8 +149,7 @@ struct Prepared {
   float lerp;             // 1 - beta2
 };
 
-Step make_step(const DaypackParam& d, const DaypackOptions& o) {
-  const double taken = static_cast<double>(*d.step) + 1;
+Step make_step(const DaypackOptions& o, double taken) {
   Step s{};
   s.beta1 = static_cast<float>(o.beta1);
   s.weight = static_cast<float>(o.sign * (1 - o.beta1));
@@ -231,7 +230,7 @@ int64_t observe(const DaypackParam* params, int64_t count, int threads, float* t
   int64_t floats = 0, doubles = 0;
   for (int64_t i = 0; i < count; ++i) {
     const DaypackParam& d = params[i];
-    tilings.emplace_back(d, d.v_kind == DAYPACK_BLOCKS ? d.v_block_size : 1);
+    tilings.emplace_back(d, d.v_kind == DAYPACK_BLOCKS ? d.v_block_size : 1, SUM_COLS);
     tasks.add(tilings.back().tasks);
   }
   // First the sizes, then the places.
@@ -279,13 +278,19 @@ int64_t apply(const DaypackParam* params, int64_t count, const DaypackOptions* o
   prepared.reserve(static_cast<size_t>(count));
   TaskList tasks(count), combines(count);
   size_t means = 0, mean_parts = 0;
+  Step last{};
+  double last_taken = 0;
   const auto combine_parts = [](const DaypackParam& d) {
     return d.v_kind == DAYPACK_FACTORED ? parts(d.cols, COMBINE_COLS) : 1;
   };
   for (int64_t i = 0; i < count; ++i) {
     const DaypackParam& d = params[i];
     const bool on = active == nullptr || active[i] != 0;
-    prepared.push_back({make_step(d, options[d.options]), Tiling(d, d.codes != nullptr ? d.block_size : 1), on, true,
+    // Most parameters of a group are at the same step.
+    const double taken = static_cast<double>(*d.step) + 1;
+    if (i == 0 || taken != last_taken || d.options != params[i - 1].options) last = make_step(options[d.options], taken);
+    last_taken = taken;
+    prepared.push_back({last, Tiling(d, d.codes != nullptr ? d.block_size : 1, TILE_COLS), on, true,
                         nullptr, nullptr, static_cast<float>(1 - options[d.options].beta2)});
     Prepared& p = prepared.back();
     p.together = d.v_kind == DAYPACK_DENSE || (p.tiling.col_parts == 1 && (p.tiling.row_parts == 1 || d.v_kind == DAYPACK_BLOCKS));

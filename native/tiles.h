@@ -81,8 +81,31 @@ static void dense_roots(const Tile& t, int64_t row, const Step& s, float* root) 
   }
 }
 
+// Whether a tile's rows are short blocks with one second moment per column, and lie one after the other.
+static bool has_short_rows(const Tile& t, const Step& s) {
+  return s.codec != nullptr && t.param->v_kind == DAYPACK_FACTORED && t.param->cols <= 64 &&
+         t.param->block_size >= t.param->cols;
+}
+
+template <class P, class G>
+static void apply_short_rows(const Tile& t, const Step& s) {
+  constexpr int64_t MANY = 256;
+  alignas(64) float root[64 + 64];
+  float factors[MANY];
+  column_roots(t, s, root);
+  const DaypackParam& d = *t.param;
+  for (int64_t row = t.first_row(), end = row + t.rows(); row < end; row += MANY) {
+    const int64_t count = end - row < MANY ? end - row : MANY, at = row * d.cols;
+    for (int64_t r = 0; r < count; ++r) factors[r] = __builtin_sqrtf(d.row[row + r] / s.correction2);
+    step_short_rows<P, G>(static_cast<typename P::Raw*>(d.param) + at, static_cast<const typename G::Raw*>(d.grad) + at,
+                          d.codes + at, d.scale + row, root, factors, count, static_cast<int>(d.cols),
+                          s.turn + static_cast<uint32_t>(at) * DITHER_INDEX, s);
+  }
+}
+
 template <class P, class G>
 static void apply_typed(const Tile& t, const Step& s) {
+  if (has_short_rows(t, s)) return apply_short_rows<P, G>(t, s);
   const DaypackParam& d = *t.param;
   auto* p = static_cast<typename P::Raw*>(d.param);
   const auto* g = static_cast<const typename G::Raw*>(d.grad);
@@ -96,6 +119,7 @@ static void apply_typed(const Tile& t, const Step& s) {
   alignas(64) float root[TILE_COLS + 64];
   alignas(64) float moments[2][DAYPACK_LARGEST_BLOCK + 64];
   Pending pending{};
+  Row numbers(s);
   if (d.v_kind == DAYPACK_FACTORED) column_roots(t, s, root);
   const int64_t block = s.codec != nullptr ? d.block_size : TILE_COLS;
   const int64_t scales = (d.cols + d.block_size - 1) / d.block_size;
@@ -113,7 +137,7 @@ static void apply_typed(const Tile& t, const Step& s) {
         const uint32_t turn = s.turn + static_cast<uint32_t>(at) * DITHER_INDEX;
         uint16_t* scale = d.scale + line * scales + c / block;
         float* m = moments[pending.m == moments[0]];
-        const float fresh = fresh_coded_block<P, G>(p + at, g + at, d.codes + at, scale, roots, factor, n, s, m);
+        const float fresh = fresh_coded_block<P, G>(p + at, g + at, d.codes + at, scale, roots, factor, n, s, numbers, m);
         pending.finish(s);
         pending = {m, d.codes + at, fresh, n, turn};
       } else {

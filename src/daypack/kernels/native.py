@@ -11,8 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +122,9 @@ def refusal(update: Update) -> str | None:
     return None
 
 
+_is_here = attrgetter("is_cpu")
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the elements stand in memory as the kernels read them."""
     return (
@@ -180,13 +182,10 @@ class Batch:
         keys = [tuple(key for key in _FIELDS if key in state) for state in states]
         for cell in dict.fromkeys(keys):
             rows = [i for i, each in enumerate(keys) if each == cell]
-            if not cell:
-                continue
             mine: Any = [states[i] for i in rows]
-            pointers = _pointers(itemgetter(*cell), mine)
-            for k, key in enumerate(cell):
-                table[_FIELDS[key]][rows] = pointers[k :: len(cell)]
-            self.cells.append((itemgetter(*cell), mine, pointers))
+            for key in cell:
+                table[_FIELDS[key]][rows] = pointers = _pointers(itemgetter(key), mine)
+                self.cells.append((itemgetter(key), mine, pointers))
         coded = [isinstance(update.plan.exp_avg, BlockQuantized) for update in self.updates]
         table["block_size"] = [
             max(1, min(getattr(u.plan.exp_avg, "block_size", 1), u.view.cols)) if code else 1
@@ -198,14 +197,15 @@ class Batch:
         grads: Any = [p.grad for p in self.params]
         # Each line asks one question of all tensors at once: this runs at every step, for every parameter.
         if not (
-            all(g.layout is torch.strided and g.is_cpu for g in grads)
+            all(map(_is_here, grads))
+            and [g.layout for g in grads].count(torch.strided) == len(grads)
             and [g.dtype for g in grads] == self.grad_dtypes
             and [g.shape for g in grads] == self.shapes
             and all(map(Tensor.is_contiguous, grads))
             and not any(map(Tensor.is_neg, grads))
             and all(map(Tensor.is_contiguous, self.params))
             and list(map(Tensor.data_ptr, self.params)) == self.pointers
-            and all(_pointers(getter, states) == pointers for getter, states, pointers in self.cells)
+            and all(_pointers(key, states) == pointers for key, states, pointers in self.cells)
             and (not any(self.block_sizes) or [_v_block_size(update) for update in self.updates] == self.block_sizes)
         ):
             return False
@@ -242,7 +242,8 @@ class Batch:
                 "rise from -1 to 1; nothing was updated; load an undamaged checkpoint"
             )
         # Autograd must notice that values it saved for a backward pass are not there any more.
-        torch.autograd.graph.increment_version([p for p, on in zip(self.params, active.tolist(), strict=True) if on])
+        stepped = self.params if active.all() else [self.params[i] for i in np.flatnonzero(active)]
+        torch.autograd.graph.increment_version(stepped)
 
 
 #: State keys that the kernels read, and the field of the table that points to each.
@@ -259,8 +260,8 @@ _FIELDS = {
 }
 
 
-def _pointers(getter: itemgetter[Any], states: list[dict[str, Any]]) -> list[int]:
-    return list(map(Tensor.data_ptr, chain.from_iterable(map(getter, states))))
+def _pointers(key: itemgetter[Any], states: list[dict[str, Any]]) -> list[int]:
+    return list(map(Tensor.data_ptr, map(key, states)))
 
 
 def _v_block_size(update: Update) -> int:

@@ -135,12 +135,11 @@ class CompressedOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         options = [[group[name] for name in ("fused", *self.structural)] for group in self.param_groups]
         sizes = [len(group["params"]) for group in self.param_groups]
-        states = self.state
         return (
             list(map(id, params)),
             list(map(id, self.param_groups)),
             [p.grad is None for p in params],
-            [id(states.get(p)) for p in params],
+            list(map(id, self.state.values())),
             sizes,
             options,
             dispatch.forced(),
