@@ -66,6 +66,11 @@ DAYPACK_EXPORT int64_t daypack_observe(const DaypackParam* params, int64_t count
 DAYPACK_EXPORT int64_t daypack_apply(const DaypackParam* params, int64_t count, const DaypackOptions* options,
                                      const uint8_t* active, int threads);
 
+// Both passes, a few parameters at a time, so that a gradient is still in the cache when it is read again. Parameters whose
+// total is not finite are left as they are. Returns as `apply` does.
+DAYPACK_EXPORT int64_t daypack_step(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads,
+                                    float* totals);
+
 // Calibration. `histogram` adds to 4,096 counts; `block_scores` fills one score per candidate size (multiples of 16 that
 // divide cols); `codebook` finds the free levels of both halves of a histogram and returns how many it wrote.
 DAYPACK_EXPORT void daypack_histogram(const void* grad, int64_t type, int64_t rows, int64_t cols, int64_t block_size,

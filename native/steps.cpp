@@ -202,20 +202,32 @@ void apply_tile(const DaypackParam& d, const Prepared& p, int64_t index) {
   kernels().apply(tile, p.step);
 }
 
-// Codebooks are equal as a rule: a new set of tables only where one differs from the parameter's before.
-bool prepare_codecs(const DaypackParam* params, int64_t count, std::vector<Prepared>& prepared,
+// Codebooks are equal as a rule: a new set of tables only where one differs from the first and from the one before it.
+bool prepare_codecs(const DaypackParam* params, int64_t count, int threads, std::vector<Prepared>& prepared,
                     std::vector<std::unique_ptr<Codec>>& codecs, int64_t* bad) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (params[i].codes == nullptr || !prepared[static_cast<size_t>(i)].active) continue;
-    const float* levels = params[i].codebook;
-    if (codecs.empty() || std::memcmp(codecs.back()->level, levels, sizeof codecs.back()->level) != 0) {
+  constexpr int64_t GROUP = 64;
+  const auto needs = [&](int64_t i) { return params[i].codes != nullptr && prepared[static_cast<size_t>(i)].active; };
+  const auto equal = [&](int64_t i, const Codec& codec) {
+    return std::memcmp(codec.level, params[i].codebook, sizeof codec.level) == 0;
+  };
+  int64_t first = 0;
+  while (first < count && !needs(first)) ++first;
+  if (first == count) return true;
+  codecs.push_back(std::make_unique<Codec>());
+  const Codec* common = codecs[0].get();
+  if (*bad = first; !prepare(*codecs[0], params[first].codebook)) return false;
+  parallel_for(parts(count - first, GROUP), threads, [&](int64_t part) {
+    for (int64_t i = first + part * GROUP; i < count && i < first + (part + 1) * GROUP; ++i)
+      if (needs(i)) prepared[static_cast<size_t>(i)].step.codec = equal(i, *common) ? common : nullptr;
+  });
+  for (int64_t i = first; i < count; ++i) {
+    Prepared& p = prepared[static_cast<size_t>(i)];
+    if (!needs(i) || p.step.codec != nullptr) continue;
+    if (!equal(i, *codecs.back())) {
       codecs.push_back(std::make_unique<Codec>());
-      if (!prepare(*codecs.back(), levels)) {
-        *bad = i;
-        return false;
-      }
+      if (*bad = i; !prepare(*codecs.back(), params[i].codebook)) return false;
     }
-    prepared[static_cast<size_t>(i)].step.codec = codecs.back().get();
+    p.step.codec = codecs.back().get();
   }
   return true;
 }
@@ -300,7 +312,7 @@ int64_t apply(const DaypackParam* params, int64_t count, const DaypackOptions* o
     mean_parts += static_cast<size_t>(d.matrices * combine_parts(d));
   }
   int64_t bad = -1;
-  if (!prepare_codecs(params, count, prepared, codecs, &bad)) return bad;
+  if (!prepare_codecs(params, count, threads, prepared, codecs, &bad)) return bad;
   std::vector<float> mean(means);
   std::vector<double> mean_part(mean_parts);
   means = mean_parts = 0;
@@ -338,6 +350,28 @@ int64_t apply(const DaypackParam* params, int64_t count, const DaypackOptions* o
   return -1;
 }
 
+int64_t step(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads, float* totals) {
+  constexpr int64_t WAVE_BYTES = 8 << 20;  // of gradients: a part of a third-level cache that others use too
+  Codec scratch;
+  const float* known = nullptr;  // every codebook is checked before anything changes
+  for (int64_t i = 0; i < count; ++i) {
+    const float* levels = params[i].codes != nullptr ? params[i].codebook : nullptr;
+    if (levels == nullptr || (known != nullptr && std::memcmp(known, levels, sizeof scratch.level) == 0)) continue;
+    if (!prepare(scratch, levels)) return i;
+    known = levels;
+  }
+  std::vector<uint8_t> active(static_cast<size_t>(count));
+  for (int64_t first = 0, end; first < count; first = end) {
+    int64_t bytes = 0;
+    for (end = first; end < count && (end == first || bytes < WAVE_BYTES); ++end)
+      bytes += params[end].matrices * params[end].rows * params[end].cols * (params[end].grad_type == DAYPACK_FP32 ? 4 : 2);
+    observe(params + first, end - first, threads, totals + first);
+    for (int64_t i = first; i < end; ++i) active[static_cast<size_t>(i)] = std::isfinite(totals[i]);
+    apply(params + first, end - first, options, active.data() + first, threads);
+  }
+  return -1;
+}
+
 }  // namespace daypack
 
 int daypack_interface(void) { return DAYPACK_INTERFACE; }
@@ -350,6 +384,10 @@ int daypack_use_cpu(const char* name) { return daypack::select(name) ? 0 : -1; }
 
 int64_t daypack_observe(const DaypackParam* params, int64_t count, int threads, float* totals) {
   return daypack::observe(params, count, threads, totals);
+}
+
+int64_t daypack_step(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads, float* totals) {
+  return daypack::step(params, count, options, threads, totals);
 }
 
 int64_t daypack_apply(const DaypackParam* params, int64_t count, const DaypackOptions* options, const uint8_t* active,

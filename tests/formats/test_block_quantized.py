@@ -70,7 +70,7 @@ def test_dither_runs_evenly_through_the_interval_over_elements_and_over_steps(sh
 
 
 def test_values_far_below_the_first_level_are_unbiased_too():
-    """A twentieth of a grid point: kept in the mean over elements, because the grid is rounded to with a dither of its own."""
+    """A twentieth of a grid point stays in the mean: rounding to the grid has a dither of its own."""
     form = BlockQuantized()
     view, state = allocate(form, (64, 256))
     value = torch.full(view.view3, 0.05 / GRID)

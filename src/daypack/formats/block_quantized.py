@@ -113,7 +113,7 @@ class BlockQuantized(StateFormat):
 
 
 def _dithered(x: Tensor, levels: Tensor, turns: Tensor) -> Tensor:
-    """Codes of ``x`` in [-1, 1], rounded without bias: to the grid by the low half of ``turns``, to a level by the high.
+    """Codes of ``x`` in [-1, 1], rounded without bias: to the grid by the low half of ``turns``, then to a level.
 
     In whole numbers from the first line on, so that every kernel gets the same codes from the same ``x``.
     """
@@ -136,8 +136,8 @@ def _nearest(x: Tensor, levels: Tensor) -> Tensor:
 def _count_below(x: Tensor, thresholds: Tensor, cell: Tensor, width: float) -> Tensor:
     """How many ``thresholds`` (rising, at least ``width`` apart) are at or below each ``x``; int32 ``[n]``.
 
-    A table over cells of ``width``, numbered from the smallest possible ``x``, and one comparison for the only threshold
-    that a cell can hold: five times faster than a binary search, whose branches are unpredictable here.
+    A table over cells of ``width``, numbered from the smallest possible ``x``, and one comparison for the only
+    threshold that a cell can hold: five times faster than a binary search, whose branches are unpredictable here.
     """
     half = round(1 / MIN_GAP)
     edges = torch.arange(-half, half + 1, device=x.device).to(x.dtype) * width

@@ -84,6 +84,20 @@ class Work:
         finite[self._rest] = _finite([reference.observe(update) for update in self.rest])
         return finite
 
+    def step(self) -> NDArray[np.bool_]:
+        """Both passes over every update whose gradient is finite; which ones are.
+
+        For updates that need no decision between the passes: gradients are read again while they are in the cache.
+        """
+        finite = np.ones(len(self.updates), bool)
+        if self._batch is not None:
+            finite[self._native] = self._batch.step()
+        finite[self._rest] = _finite([reference.observe(update) for update in self.rest])
+        for i in self._rest:
+            if finite[i]:
+                reference.apply(self.updates[i])
+        return finite
+
     def apply(self, admitted: NDArray[np.bool_]) -> None:
         """Second pass over the updates marked by ``admitted``: steps, moments, rule, decay and parameters."""
         if self._batch is not None:

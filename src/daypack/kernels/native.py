@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def library() -> ctypes.CDLL | None:
         logging.getLogger("daypack").warning("no native kernels (%s): CPU steps run in torch, which is slower", error)
         return None
     found.daypack_cpu.restype = ctypes.c_char_p
-    for name in ("observe", "apply", "codebook"):
+    for name in ("observe", "apply", "step", "codebook"):
         getattr(found, "daypack_" + name).restype = ctypes.c_int64
     found.daypack_borrow_threads(_openmp())
     return found
@@ -178,14 +179,17 @@ class Batch:
         counts *= table["matrices"]
         self.sum_offsets = ((np.cumsum(counts) - counts) * 4).astype(np.uint64)
         self.sum_count = int(counts.sum())
-        self.cells: list[tuple[itemgetter[Any], list[dict[str, Any]], list[int]]] = []
+        self.states: Any = states
+        self.identities = _identities(states)
+        self.watched: list[tuple[itemgetter[Any], list[dict[str, Any]], list[int]]] = []
         keys = [tuple(key for key in _FIELDS if key in state) for state in states]
         for cell in dict.fromkeys(keys):
             rows = [i for i, each in enumerate(keys) if each == cell]
             mine: Any = [states[i] for i in rows]
             for key in cell:
                 table[_FIELDS[key]][rows] = pointers = _pointers(itemgetter(key), mine)
-                self.cells.append((itemgetter(key), mine, pointers))
+                if key in _WATCHED:
+                    self.watched.append((itemgetter(key), mine, pointers))
         coded = [isinstance(update.plan.exp_avg, BlockQuantized) for update in self.updates]
         table["block_size"] = [
             max(1, min(getattr(u.plan.exp_avg, "block_size", 1), u.view.cols)) if code else 1
@@ -205,7 +209,8 @@ class Batch:
             and not any(map(Tensor.is_neg, grads))
             and all(map(Tensor.is_contiguous, self.params))
             and list(map(Tensor.data_ptr, self.params)) == self.pointers
-            and all(_pointers(key, states) == pointers for key, states, pointers in self.cells)
+            and _identities(self.states) == self.identities
+            and all(_pointers(key, states) == pointers for key, states, pointers in self.watched)
             and (not any(self.block_sizes) or [_v_block_size(update) for update in self.updates] == self.block_sizes)
         ):
             return False
@@ -217,24 +222,37 @@ class Batch:
 
     def observe(self) -> NDArray[np.bool_]:
         """First pass over the gradients; whether each is finite, with all sums of its squares."""
-        self.sums = np.empty(self.sum_count, np.float32)
-        self.table["sums"] = self.sum_offsets + np.uint64(self.sums.ctypes.data)
-        _library().daypack_observe(
-            _at(self.table), ctypes.c_int64(len(self.table)), torch.get_num_threads(), _at(self.totals)
-        )
+        self._make_room()
+        _library().daypack_observe(*self._params(), torch.get_num_threads(), _at(self.totals))
         return np.isfinite(self.totals)
 
     def apply(self, active: NDArray[np.bool_]) -> None:
         """Second pass over the parameters that ``active`` marks. Counts their steps."""
-        options = np.array([_options(group) for group in self.groups], OPTIONS)
-        flags = active.astype(np.uint8)
-        bad = _library().daypack_apply(
-            _at(self.table),
-            ctypes.c_int64(len(self.table)),
-            _at(options),
-            None if active.all() else _at(flags),
-            torch.get_num_threads(),
-        )
+        options, flags = self._options(), active.astype(np.uint8)
+        marks = None if active.all() else _at(flags)
+        bad = _library().daypack_apply(*self._params(), _at(options), marks, torch.get_num_threads())
+        self._done(bad, active)
+
+    def step(self) -> NDArray[np.bool_]:
+        """Both passes at once, over all gradients that are finite; which ones are."""
+        self._make_room()
+        options = self._options()
+        bad = _library().daypack_step(*self._params(), _at(options), torch.get_num_threads(), _at(self.totals))
+        finite = np.isfinite(self.totals)
+        self._done(bad, finite)
+        return finite
+
+    def _params(self) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+        return _at(self.table), ctypes.c_int64(len(self.table))
+
+    def _options(self) -> NDArray[Any]:
+        return np.array([_options(group) for group in self.groups], OPTIONS)
+
+    def _make_room(self) -> None:
+        self.sums = np.empty(self.sum_count, np.float32)
+        self.table["sums"] = self.sum_offsets + np.uint64(self.sums.ctypes.data)
+
+    def _done(self, bad: int, active: NDArray[np.bool_]) -> None:
         self.sums = np.zeros(0, np.float32)
         if bad >= 0:
             raise ValueError(
@@ -258,6 +276,16 @@ _FIELDS = {
     "exp_avg_sq_col": "col",
     "exp_avg_sq_block": "block",
 }
+
+
+#: One tensor of each state stands for all of them when their storage is exchanged under them (``value.data = ...``), as
+#: wrappers that move state between devices do. Looking at every one would cost as much as a step of small parameters.
+_WATCHED = ("exp_avg_codes", "exp_avg")
+
+
+def _identities(states: Any) -> list[int]:
+    """Which tensors the states hold."""
+    return list(map(id, chain.from_iterable(map(dict.values, states))))
 
 
 def _pointers(key: itemgetter[Any], states: list[dict[str, Any]]) -> list[int]:

@@ -105,11 +105,18 @@ class CompressedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = self._collect()
+        if work.settled and not self._decides_between_passes():
+            self._admit(work.updates, work.step())
+            return loss
         admitted = self._admit(work.updates, work.observe())
         if not work.settled:
             self._settle(work, admitted)
         work.apply(admitted)
         return loss
+
+    def _decides_between_passes(self) -> bool:
+        """Whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
+        return any(group["nonfinite"] == "raise" or float(group["lr"]) == 0 for group in self.param_groups)
 
     def _collect(self) -> Work:
         """The parameters with a gradient, after every option and every gradient was checked.
