@@ -1,8 +1,8 @@
 """Time of one optimizer step on the CPU: ours beside torch's AdamW, and torchao's and bitsandbytes' where installed.
 
-All contenders of a workload step in turn, round after round, on the same gradients; figures are medians over the rounds and
-ratios medians of the ratios within a round, so that other work on the machine weighs on all alike. Bytes are those that a
-step must move between memory and processor: parameter, gradient (Gefen reads it twice) and state, read and written.
+All contenders of a workload step in turn, round after round, on the same gradients; figures are medians over the rounds
+and ratios medians of the ratios within a round, so that other work on the machine weighs on all alike. Bytes are those
+that a step must move between memory and processor: parameter, gradient (Gefen reads it twice) and state, both ways.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Seconds per byte read or written."""
+    return seconds(lambda: target.copy_(source)) / (2 * source.nbytes)
+
+
 def run(workload: str, dtype: torch.dtype, names: list[str], rounds: int) -> None:
     shapes, every = WORKLOADS[workload], contenders()
     torch.manual_seed(0)
@@ -86,17 +91,15 @@ def run(workload: str, dtype: torch.dtype, names: list[str], rounds: int) -> Non
         first[name] = seconds(optimizers[name].step)
         optimizers[name].step()
     del start
-    size = min(total, 1 << 26)
-    source, target = torch.zeros(size), torch.zeros(size)
+    source = torch.zeros(min(total, 1 << 26))
+    target = source + 1
     times: dict[str, list[float]] = {name: [] for name in ["copy", *names]}
     for _ in range(rounds):
-        times["copy"].append(seconds(lambda: target.copy_(source)) / (8 * size))
+        times["copy"].append(_copy(source, target))
         for name in names:
             times[name].append(seconds(optimizers[name].step))
     copy = statistics.median(times["copy"])
-    print(
-        f"\n{workload}, {str(dtype).removeprefix('torch.')}, {total / 1e6:.1f} M parameters; copy {1e-9 / copy:.1f} GB/s"
-    )
+    print(f"\n{workload}, {str(dtype)[6:]}, {total / 1e6:.1f} M parameters; copy {1e-9 / copy:.1f} GB/s")
     print(f"{'':20}{'ns/param':>9}{'B/param':>9}{'of copy':>9}{'to fused':>9}{'first/step':>11}{'first ms':>9}")
     for name in names:
         step, nbytes = statistics.median(times[name]), moved(name, dtype)
@@ -105,7 +108,7 @@ def run(workload: str, dtype: torch.dtype, names: list[str], rounds: int) -> Non
             f"{name:20}{1e9 * step / total:>9.3f}{nbytes:>9.0f}{nbytes * copy * total / step:>9.0%}{ratio:>9.3f}"
             f"{first[name] / step:>11.1f}{1e3 * first[name]:>9.1f}"
         )
-    del optimizers, grads, source, target
+    del optimizers, grads
     gc.collect()
 
 

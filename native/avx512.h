@@ -73,6 +73,27 @@ static inline void observe_rows(const typename G::Raw* g, int64_t stride, int64_
   }
 }
 
+// Sum of squares of one run of elements.
+template <class G, bool COLS>
+static inline float observe_row(const typename G::Raw* g, int64_t n, float*) {
+  static_assert(!COLS, "column sums are taken by observe_group");
+  constexpr int64_t ahead = 2048 / sizeof(typename G::Raw);
+  __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) {
+    prefetch<64>(g + i + ahead);
+    for (int k = 0; k < 4; ++k) {
+      const __m512 x = load(g + i + 16 * k, 0xFFFF, G{});
+      sums[k] = _mm512_fmadd_ps(x, x, sums[k]);
+    }
+  }
+  for (; i < n; i += 16) {
+    const __m512 x = load(g + i, mask_of(static_cast<int>(n - i < 16 ? n - i : 16)), G{});
+    sums[0] = _mm512_fmadd_ps(x, x, sums[0]);
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+}
+
 // -------------------------------------------------------------------- codec
 
 // Grid points of 64 codes as four vectors of 16 numbers scaled by 65536. Two planes of bytes need half the permutes that

@@ -6,7 +6,6 @@ namespace daypack {
 namespace avx512 {
 #include "numbers.h"
 #include "generic.h"
-using generic::observe_row;
 using generic::step_block;
 using generic::step_dense;
 #include "avx512.h"
