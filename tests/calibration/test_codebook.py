@@ -7,7 +7,6 @@ import torch
 from daypack.calibration import codebook
 from daypack.formats import base
 from daypack.formats.base import geometry
-from daypack.formats.block_quantized import MIN_GAP
 
 
 @pytest.mark.parametrize("shape", [(7, 300), (3, 5), (4, 96, 80), (1, 2000)])
@@ -79,7 +78,7 @@ def test_every_codebook_keeps_the_contract(kind):
     assert levels[0] == -1
     assert levels[-1] == 1
     assert (levels == 0).sum() == 1
-    assert (levels.diff() >= MIN_GAP).all()
+    assert (levels.diff() >= codebook.MIN_GAP).all()
 
 
 def test_a_histogram_with_few_used_bins_still_gives_distinct_levels():

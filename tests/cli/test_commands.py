@@ -282,3 +282,21 @@ def test_importing_the_library_imports_nothing_of_the_command_line() -> None:
         "import daypack, sys; print({'typer', 'rich', 'matplotlib', 'jinja2', 'daypack.training'} & set(sys.modules))"
     )
     assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize("job", ["train", "compare"])
+def test_a_reader_that_leaves_does_not_end_the_job(job: str, tmp_path: Path, data: Path) -> None:
+    """`daypack train | head -1` trains to the end."""
+    arguments = [job, *SMALL, "--data", str(data), "--out", str(tmp_path / "runs"), "--name", "x"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    complaint = process.stderr.read()
+    assert process.wait(timeout=60) == 0, complaint
+    assert complaint == ""
+    assert records(tmp_path / "runs" / "x")[-1]["step"] == 8
+    assert (tmp_path / "runs" / "x" / "report.html").exists()

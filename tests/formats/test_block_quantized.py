@@ -14,7 +14,6 @@ from daypack.formats.base import chunks, geometry
 from daypack.formats.block_quantized import (
     DITHER_INDEX,
     DITHER_STEP,
-    MIN_GAP,
     BlockQuantized,
     dither,
     round_up_to_bfloat16,
@@ -148,7 +147,7 @@ def test_all_zero_block_next_to_a_live_one():
         (lambda s: s["m_scale"].neg_(), "m_scale holds"),
         (lambda s: s["m_codebook"].zero_(), "m_codebook is missing"),
         (lambda s: s["m_codebook"].copy_(s["m_codebook"].flip(0)), "m_codebook is not"),
-        (lambda s: s["m_codebook"][100].copy_(s["m_codebook"][99] + MIN_GAP / 4), "m_codebook is not"),
+        (lambda s: s["m_codebook"][100].copy_(s["m_codebook"][99] + codebook.MIN_GAP / 4), "m_codebook is not"),
     ],
 )
 def test_damage_is_found(damage, message):

@@ -58,6 +58,15 @@ def test_report_says_why():
 
 
 @pytest.mark.parametrize("name", daypack.names())
+def test_report_is_the_same_after_an_optimizer_took_the_groups(name):
+    """torch puts plain parameters and their names in place of the pairs."""
+    groups = daypack.param_groups(Model(), weight_decay=0.1)
+    before = str(groups)
+    daypack.create(name, groups, lr=1e-3)
+    assert str(groups) == before
+
+
+@pytest.mark.parametrize("name", daypack.names())
 def test_every_optimizer_takes_them(name):
     model = Model()
     optimizer = daypack.create(name, daypack.param_groups(model), lr=1e-3)

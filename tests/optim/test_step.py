@@ -52,6 +52,53 @@ def test_replicas_with_equal_gradients_stay_equal_whatever_the_global_seed():
     assert all(torch.equal(state[key], other[key]) for key in state)
 
 
+@pytest.mark.parametrize("second_moment", ["factored", "blocks"])
+@pytest.mark.parametrize("magnitude", [1e-40, 1e40, 1e100])
+def test_fp64_gradients_beyond_the_range_of_fp32_are_stepped(second_moment, magnitude):
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(64, 320, dtype=torch.float64))
+    p.grad = torch.randn(64, 320, dtype=torch.float64) * magnitude
+    daypack.Gefen([p], lr=1e-2, eps=0.0, weight_decay=0.0, second_moment=second_moment).step()
+    assert (p.sign() == -p.grad.sign()).all()
+    assert 1e-3 < p.abs().mean() < 3e-2  # the step does not depend on the gradient's scale
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group, p: group.update(block_size=64),
+        lambda group, p: group.update(second_moment="blocks"),
+        lambda group, p: setattr(p, "data", p.data.double()),
+    ],
+    ids=["block size", "second moment", "float64"],
+)
+def test_a_changed_layout_is_refused_before_anything_moves(change):
+    torch.manual_seed(0)
+    vector, matrix = torch.nn.Parameter(torch.randn(50)), torch.nn.Parameter(torch.randn(64, 300))
+    optimizer = daypack.Gefen([{"params": [("vector", vector)]}, {"params": [("matrix", matrix)]}], lr=1e-2)
+    for p in (vector, matrix):
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    change(optimizer.param_groups[1], matrix)
+    vector.grad, matrix.grad = torch.randn_like(vector), torch.randn_like(matrix)
+    before = vector.detach().clone(), matrix.detach().clone()
+    with pytest.raises(ValueError, match="state of parameter matrix is not laid out"):
+        optimizer.step()
+    assert torch.equal(vector, before[0])
+    assert torch.equal(matrix, before[1])
+    assert optimizer.state[vector]["step"] == optimizer.state[matrix]["step"] == 1
+
+
+def test_skips_are_counted_under_the_parameters_own_name():
+    p = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = daypack.Gefen([("encoder.weight", p)])
+    p.grad = torch.full((3, 4), float("nan"))
+    with pytest.warns(UserWarning, match=r"encoder\.weight"):
+        optimizer.step()
+    optimizer.step()
+    assert optimizer.skipped == {"encoder.weight": 2}
+
+
 def test_a_diagonal_gradient_moves_at_most_by_the_root_of_its_width():
     """The rank-1 estimate's worst case: n times too small a v on the diagonal, so steps of sqrt(n) lr."""
     n = 64

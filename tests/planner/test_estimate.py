@@ -90,5 +90,7 @@ def test_a_matrix_is_never_stored_in_more_bytes_than_adamw_takes():
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="block_size"):
         daypack.estimate_state([(4, 4)], block_size=0)
+    with pytest.raises(ValueError, match=r"at least 0, got \(64, -300\)"):
+        daypack.estimate_state([(64, -300)])
     with pytest.raises(TypeError, match="no_such"):
         daypack.estimate_state([(4, 4)], no_such=1)

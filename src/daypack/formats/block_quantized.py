@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from daypack.calibration.codebook import GRID
+from daypack.calibration.codebook import GRID, LEVELS, MIN_GAP
 from daypack.formats.base import (
     Chunk,
     ComponentSpec,
@@ -21,9 +21,6 @@ from daypack.formats.base import (
     write_,
 )
 
-LEVELS = 256
-#: Neighbouring levels of a codebook are at least this far apart: half a bin of the histogram that they come from.
-MIN_GAP = 2.0**-12
 #: Two irrational steps (powers of the plastic number, scaled to 32 bits) whose multiples fill the unit square evenly.
 DITHER_INDEX, DITHER_STEP = 0xC13FA9A9, 0x91E10DA5
 
@@ -39,7 +36,7 @@ class BlockQuantized(StateFormat):
         block_size: elements per scale; the last block of a row may be shorter and no block crosses a row.
         rounding: ``"dithered"`` rounds to one of the two neighbouring levels with a threshold that runs evenly through
             [0, 1) over elements and over steps: unbiased, without any random state, and the same on every rank.
-            ``"nearest"`` has half the error of one step, but the same sign at every step.
+            ``"nearest"`` has half the squared error of one step, but a steady value errs the same way at every step.
     """
 
     block_size: int = 256
@@ -79,10 +76,10 @@ class BlockQuantized(StateFormat):
     def encode_(self, state: State, name: str, view: Geometry, chunk: Chunk, value: Tensor, step: int) -> None:
         parts = blocked(value, self._block(view))
         stored = self._scale(state, name, view, chunk)
-        scale = parts.abs().amax(-1)
-        stored.copy_(round_up_to_bfloat16(scale) if stored.dtype == torch.bfloat16 else scale)
-        inverse = stored.to(value.dtype)[..., None]
-        unit = torch.where(inverse > 0, parts / inverse, 0).flatten(-2)[..., : value.shape[-1]].reshape(-1)
+        absmax = parts.abs().amax(-1)
+        stored.copy_(round_up_to_bfloat16(absmax) if stored.dtype == torch.bfloat16 else absmax)
+        scale = stored.to(value.dtype)[..., None]
+        unit = torch.where(scale > 0, parts / scale, 0).flatten(-2)[..., : value.shape[-1]].reshape(-1)
         levels = state[name + "_codebook"].to(value.dtype)
         if self.rounding == "nearest":
             codes = _count_below(unit, (levels[1:] + levels[:-1]) / 2)

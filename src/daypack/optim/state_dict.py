@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from daypack.formats.base import State, geometry
 from daypack.optim.options import Group, param_name
@@ -118,9 +117,8 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
     plan, view = optimizer.plan(param.shape, param.dtype, group), geometry(tuple(param.shape))
     specs = {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
     expected = {"step", *specs}
-    shared = [key for key in specs if key in entry]  # compared first: it is the more telling difference
-    for key, spec in ((key, specs[key]) for key in shared):
-        value = entry[key]
+    for key in [key for key in specs if key in entry]:  # compared before the sets of keys: a wrong shape tells more
+        value, spec = entry[key], specs[key]
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} of parameter {name} must be a tensor, got {type(value).__name__}")
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
@@ -138,28 +136,25 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
         fault = form.fault(entry, moment, view)
         if fault:
             raise ValueError(f"the state of parameter {name} is damaged: {fault}; load an undamaged checkpoint")
-    if float(entry["step"]) == 0 and any(entry[key].any() for key in specs):
+    step = _step(entry["step"], name)
+    if step == 0 and any(entry[key].any() for key in specs):
         raise ValueError(f"the state of parameter {name} is damaged: step is 0 though it holds moments")
     host = {key for key, spec in specs.items() if spec.device(param.device) != param.device}
-    return {
-        "step": Keep(_step(entry["step"], name), host=True),
-        **{key: Keep(entry[key], key in host) for key in specs},
-    }
+    return {"step": Keep(step, host=True), **{key: Keep(entry[key], key in host) for key in specs}}
 
 
-def check_layout(optimizer: Optimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
-    """Refuse to step state that was laid out under other options: they cannot change while training runs."""
+def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
+    """Refuse to step state that was laid out for another dtype or other options: they cannot change once it exists."""
     view = geometry(tuple(param.shape))
     for moment, form in plan.moments:
-        shapes = zip(form.components(view, param.dtype), form.saved(view, param.dtype), strict=True)
-        for live, saved in shapes:
+        for live, saved in zip(form.components(view, param.dtype), form.saved(view, param.dtype), strict=True):
             stored = state.get(moment + live.suffix)
             # Where live and saved shapes differ, the live one depends on data, and only the leading dims are fixed.
             fixed = len(live.shape) if live == saved else -1
-            if stored is None or tuple(stored.shape)[:fixed] != live.shape[:fixed]:
+            if stored is None or stored.dtype != live.dtype or tuple(stored.shape)[:fixed] != live.shape[:fixed]:
                 raise ValueError(
-                    f"the state of parameter {name} is not laid out as the options of its group say; "
-                    f"{', '.join(getattr(optimizer, 'structural', ()))} cannot change after the first step"
+                    f"the state of parameter {name} is not laid out as its dtype ({param.dtype}) and options say; "
+                    f"{', '.join(optimizer.structural)} and a change to or from float64 need a new optimizer"
                 )
 
 

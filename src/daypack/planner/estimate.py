@@ -16,9 +16,11 @@ STEP_BYTES = 4  # one fp32 counter per parameter
 
 @dataclass(frozen=True)
 class StateEstimate:
-    """Attributes:
-    parameters: elements.
-    total_bytes: bytes of state, step counters and codebooks included.
+    """State of a set of parameters.
+
+    Attributes:
+        parameters: elements.
+        total_bytes: bytes of state, step counters and codebooks included.
     """
 
     parameters: int

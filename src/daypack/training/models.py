@@ -210,8 +210,3 @@ def initialise(model: Transformer, seed: int) -> None:
         else:
             branch_end = name.endswith(("o_proj.weight", "down_proj.weight"))
             parameter.normal_(0.0, into_residual if branch_end else 0.02, generator=generator)
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Number of distinct parameter elements."""
-    return sum(parameter.numel() for parameter in model.parameters())
