@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from torch import Tensor
 
@@ -52,6 +52,19 @@ class Hyper:
     maximize: bool
     step: int
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: int) -> Hyper:
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            maximize=group["maximize"],
+            step=step,
+        )
+
     @property
     def bias_correction1(self) -> float:
         return 1 - self.beta1**self.step
@@ -63,21 +76,28 @@ class Hyper:
 
 @dataclass
 class Update:
-    """One parameter on its way through a step.
+    """One parameter on its way through a step. Kept from step to step, so what may change is read where it stands.
 
     Attributes:
         name: for messages only; it never enters the mathematics.
-        fused, nonfinite: the group's options of these names.
-        sums: complete statistics of g^2 of this step, as the second moment's format laid them out.
+        group: the parameter's group, with its options.
+        state: empty before the first step.
+        sums: complete statistics of g^2 of this step, as the second moment's format laid them out (reference only).
     """
 
     name: str
     param: Tensor
-    grad: Tensor
+    group: Mapping[str, Any]
     state: State
     plan: ParamPlan
     view: Geometry
-    hyper: Hyper
-    fused: bool | None
-    nonfinite: Literal["skip", "raise"]
     sums: tuple[Tensor, ...] = ()
+
+    @property
+    def grad(self) -> Tensor:
+        return cast(Tensor, self.param.grad)
+
+    @property
+    def steps(self) -> int:
+        """Steps that this parameter has taken."""
+        return int(self.state["step"]) if self.state else 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import daypack
+from daypack import kernels
 
 from .scene import assert_same, clone, noise, parameters, set_gradients, snapshot, state_of, train, values
 from .specs import CASES, Case, crossed
@@ -76,16 +77,20 @@ def test_fused_true_is_a_fused_kernel_or_an_error(case: Case) -> None:
 
 @ours
 def test_fused_false_is_the_reference_and_foreach_changes_nothing(case: Case) -> None:
-    runs = []
-    for options in ({}, {"fused": False}, {"foreach": False}, {"foreach": True}):
+    def run(**options: Any) -> dict[str, torch.Tensor]:
         params = parameters()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             optimizer = case.create(params.values(), **options)
         train(optimizer, params, range(3))
-        runs.append(values(params))
-    for run in runs[1:]:
-        assert_same(run, runs[0])
+        return values(params)
+
+    with kernels.use("reference"):
+        reference = run()
+    assert_same(run(fused=False), reference)
+    default = run()
+    for foreach in (False, True):
+        assert_same(run(foreach=foreach), default)
 
 
 @crossed

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daypack.calibration import codebook
+from daypack.calibration.codebook import GRID
 from daypack.formats import base
 from daypack.formats.base import chunks, geometry
 from daypack.formats.block_quantized import (
@@ -50,18 +51,34 @@ def test_dither_is_the_integer_sequence_it_is_documented_to_be(limit, monkeypatc
     index = np.arange(3 * 50 * 41, dtype=np.uint64).reshape(view.view3)
     for step in (1, 2, 10**6, 2**24 + 3):
         for chunk in chunks(view):
-            expected = ((index[chunk] * DITHER_INDEX + step * DITHER_STEP) % (1 << 32)) >> np.uint64(16)
+            expected = (index[chunk] * DITHER_INDEX + step * DITHER_STEP) % (1 << 32)
             got = dither(view, chunk, step, torch.empty(expected.shape))
-            assert np.array_equal(got.numpy(), expected.astype(np.float32) * np.float32(2.0**-16))
+            assert np.array_equal(got.numpy().view(np.uint32), expected)
 
 
-def test_dither_runs_evenly_through_the_interval_over_elements_and_over_steps():
+@pytest.mark.parametrize("shift", [16, 0], ids=["level", "grid"])
+def test_dither_runs_evenly_through_the_interval_over_elements_and_over_steps(shift):
     view = geometry((64, 64))
-    over_elements = dither(view, EVERYTHING, 5, torch.empty(view.view3)).flatten()
-    over_steps = torch.stack([dither(view, EVERYTHING, t, torch.empty(view.view3))[0, 3, 7] for t in range(1, 257)])
-    for values in (over_elements, over_steps):
+    like = torch.empty(view.view3)
+    over_elements = dither(view, EVERYTHING, 5, like).flatten()
+    over_steps = torch.stack([dither(view, EVERYTHING, t, like)[0, 3, 7] for t in range(1, 257)])
+    for turns in (over_elements, over_steps):
+        values = (turns.bitwise_right_shift(shift) & 0xFFFF) / 65536
         ideal = (torch.arange(len(values)) + 0.5) / len(values)
         assert (values.sort().values - ideal).abs().max() < 4 / len(values) ** 0.75  # random numbers: about 1 / sqrt(n)
+
+
+def test_values_far_below_the_first_level_are_unbiased_too():
+    """A twentieth of a grid point stays in the mean: rounding to the grid has a dither of its own."""
+    form = BlockQuantized()
+    view, state = allocate(form, (64, 256))
+    value = torch.full(view.view3, 0.05 / GRID)
+    value[..., 0] = 1.0
+    mean = torch.zeros_like(value)
+    for step in range(1, 513):
+        form.encode_(state, "m", view, EVERYTHING, value, step)
+        mean += form.decode(state, "m", view, EVERYTHING) / 512
+    assert mean[..., 1:].mean().item() == pytest.approx(0.05 / GRID, rel=0.05)
 
 
 @pytest.mark.parametrize("rounding", ["dithered", "nearest"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -58,10 +59,15 @@ def find_block_size(grad: Tensor, view: Geometry) -> int:
     sizes = candidates(view.cols)
     if len(sizes) < 3:
         return default_block_size(view.cols)
-    scores = _scores(grad, view, sizes)
+    return block_size_from_scores(view.cols, _scores(grad, view, sizes))
+
+
+def block_size_from_scores(cols: int, scores: Sequence[float]) -> int:
+    """The size that `find_block_size` chooses, given a score for each of the `candidates`."""
+    sizes = candidates(cols)
     peaks = [i for i in range(1, len(sizes) - 1) if scores[i] > scores[i - 1] and scores[i] > scores[i + 1]]
     if not peaks:
-        return default_block_size(view.cols)
+        return default_block_size(cols)
     best = sizes[max(peaks, key=lambda i: scores[i])]
     return next((size for size in sizes if size > _LARGE and best % size == 0), best)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -55,11 +56,19 @@ def gaussian_prior(block_size: int) -> Array:
     return np.asarray(torch.cat([half.flip(0), half]), np.float64)
 
 
-def learn(counts: Tensor, block_size: int) -> Tensor:
-    """The codebook for a histogram of normalised first gradients: fp32 ``[LEVELS]`` on the CPU, rising from -1 to 1."""
+def learn(counts: Tensor, block_size: int, solve: Callable[[Array, int], Array] | None = None) -> Tensor:
+    """The codebook for a histogram of normalised first gradients: fp32 ``[LEVELS]`` on the CPU, rising from -1 to 1.
+
+    Args:
+        solve: `optimal_levels`, or a faster function that returns the same.
+    """
     weights = counts.cpu().numpy().astype(np.float64) + PRIOR_COUNTS * gaussian_prior(block_size)
-    # `MIN_GAP` is a whole number of grid steps, so levels that were that far apart still are.
-    return torch.from_numpy(np.round(optimal_levels(weights, LEVELS) * GRID) / GRID).to(torch.float32)
+    return on_grid((solve or optimal_levels)(weights, LEVELS))
+
+
+def on_grid(levels: Array) -> Tensor:
+    """``levels`` as multiples of 1 / `GRID`, fp32. `MIN_GAP` is a whole number of steps: levels keep that distance."""
+    return torch.from_numpy(np.round(levels * GRID) / GRID).to(torch.float32)
 
 
 def optimal_levels(weights: Array, levels: int) -> Array:
@@ -82,7 +91,12 @@ def optimal_levels(weights: Array, levels: int) -> Array:
     errors, boundaries, last = halves.solve(free)
     left = int(np.argmin(errors[0] + errors[1, ::-1]))
     below, above = (halves.levels(side, count, boundaries, last) for side, count in ((0, left), (1, free - left)))
-    return _fill(np.unique(np.concatenate([np.array([-1.0, 0.0, 1.0]), -below, above])), levels)
+    return with_pinned(np.concatenate([-below, above]), levels)
+
+
+def with_pinned(values: Array, levels: int) -> Array:
+    """The free levels ``values`` and -1, 0 and 1, rising, filled up to ``levels`` where some were left over."""
+    return _fill(np.unique(np.concatenate([np.array([-1.0, 0.0, 1.0]), values])), levels)
 
 
 class _Halves:

@@ -82,12 +82,9 @@ class BlockQuantized(StateFormat):
         unit = torch.where(scale > 0, parts / scale, 0).flatten(-2)[..., : value.shape[-1]].reshape(-1)
         levels = state[name + "_codebook"].to(value.dtype)
         if self.rounding == "nearest":
-            codes = _count_below(unit, (levels[1:] + levels[:-1]) / 2)
+            codes = _nearest(unit, levels)
         else:
-            codes = _count_below(unit, levels[1:])
-            below = levels.index_select(0, codes)
-            gap = torch.nn.functional.pad(levels.diff(), (0, 1)).index_select(0, codes)
-            codes += unit.sub_(below) > gap.mul_(dither(view, chunk, step, unit))
+            codes = _dithered(unit, levels, dither(view, chunk, step, unit))
         write_(state[name + "_codes"], view, chunk, codes.view(value.shape))
 
     def learned(self, state: State, name: str) -> Tensor | None:
@@ -112,17 +109,39 @@ class BlockQuantized(StateFormat):
         return None
 
 
-def _count_below(x: Tensor, thresholds: Tensor) -> Tensor:
-    """How many ``thresholds`` (rising, at least `MIN_GAP` apart) are at or below each ``x`` in [-1, 1]; int32 ``[n]``.
+def _dithered(x: Tensor, levels: Tensor, turns: Tensor) -> Tensor:
+    """Codes of ``x`` in [-1, 1], rounded without bias: to the grid by the low half of ``turns``, then to a level.
 
-    A table over cells of width `MIN_GAP`, and one comparison for the only threshold that a cell can hold: five times
-    faster than a binary search, whose branches are unpredictable here.
+    In whole numbers from the first line on, so that every kernel gets the same codes from the same ``x``.
     """
+    fixed = x.mul(GRID * 65536.0).floor_().to(torch.int32)
+    place = fixed.add_(turns.bitwise_and(0xFFFF)).bitwise_right_shift_(16)
+    grid = (levels * GRID).to(torch.int32)
+    codes = _count_below(place, grid[1:], place.bitwise_right_shift(2).add_(GRID >> 2), 4)
+    gap = torch.nn.functional.pad(grid.diff(), (0, 1)).index_select(0, codes)
+    limit = gap.mul_(turns.bitwise_right_shift(16).bitwise_and_(0xFFFF)).bitwise_right_shift_(16)
+    codes += place.sub_(grid.index_select(0, codes)) > limit
+    return codes
+
+
+def _nearest(x: Tensor, levels: Tensor) -> Tensor:
+    """Codes of the levels nearest to ``x`` in [-1, 1]."""
     cells = round(1 / MIN_GAP)
-    edges = torch.arange(-cells, cells + 1, device=x.device).to(x.dtype) / cells
+    return _count_below(x, (levels[1:] + levels[:-1]) / 2, (x * cells).floor_().to(torch.int32).add_(cells), MIN_GAP)
+
+
+def _count_below(x: Tensor, thresholds: Tensor, cell: Tensor, width: float) -> Tensor:
+    """How many ``thresholds`` (rising, at least ``width`` apart) are at or below each ``x``; int32 ``[n]``.
+
+    A table over cells of ``width``, numbered from the smallest possible ``x``, and one comparison for the only
+    threshold that a cell can hold: five times faster than a binary search, whose branches are unpredictable here.
+    """
+    half = round(1 / MIN_GAP)
+    edges = torch.arange(-half, half + 1, device=x.device).to(x.dtype) * width
     table = torch.bucketize(edges, thresholds, out_int32=True, right=True)
-    count = table.index_select(0, (x * cells).floor_().to(torch.int32).add_(cells))
-    following = torch.nn.functional.pad(thresholds, (0, 1), value=float("inf")).index_select(0, count)
+    count = table.index_select(0, cell)
+    above = float("inf") if x.is_floating_point() else GRID + 1
+    following = torch.nn.functional.pad(thresholds, (0, 1), value=above).index_select(0, count)
     return count.add_(x >= following)
 
 
@@ -133,9 +152,9 @@ def round_up_to_bfloat16(x: Tensor) -> Tensor:
 
 
 def dither(view: Geometry, chunk: Chunk, step: int, like: Tensor) -> Tensor:
-    """Thresholds in [0, 1) for the elements under ``chunk`` at ``step``, ``[b, r, c]``, multiples of 2^-16.
+    """Thresholds for the elements under ``chunk`` at ``step``, int32 ``[b, r, c]``: the bits of a fraction of a turn.
 
-    ``frac(index * a + step * b)`` in 32-bit integers, ``index`` the element's place in the whole parameter: it needs no
+    ``index * a + step * b`` modulo 2^32, ``index`` the element's place in the whole parameter: it needs no
     state, does not depend on the world size, and replays exactly. Over successive steps one element's thresholds are a
     low-discrepancy sequence, so the rounding errors that a moving average adds up nearly cancel.
     """
@@ -143,8 +162,7 @@ def dither(view: Geometry, chunk: Chunk, step: int, like: Tensor) -> Tensor:
     first = ((matrix * view.rows + row) * view.cols + col) * DITHER_INDEX + step * DITHER_STEP
     # A chunk is a contiguous run of elements. Integer products wrap around, which is the modulo that is meant.
     turns = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(_signed(DITHER_INDEX))
-    turns = turns.add_(_signed(first)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
-    return turns.to(like.dtype).mul_(2.0**-16).view(like.shape)
+    return turns.add_(_signed(first)).view(like.shape)
 
 
 def _signed(x: int) -> int:

@@ -1,29 +1,157 @@
-"""Which kernel steps a parameter: the fastest one for its plan, dtype and device, unless ``fused`` says otherwise."""
+"""Which kernel steps a parameter: the fastest one for its plan, dtype and device, unless something forces another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from daypack.kernels import reference
+from daypack.calibration import blocks, codebook
+from daypack.kernels import native, reference
 from daypack.plan import Update
 
+Kernel = Literal["native", "reference"]
 
-def check(updates: list[Update]) -> None:
-    """Raise ValueError if a parameter demands a fused kernel (``fused=True``) that does not exist."""
-    for update in updates:
-        if update.fused:
-            raise ValueError(
-                f"fused=True, but there is no fused kernel for parameter {update.name} on {update.param.device}; use "
-                "fused=None (the fastest available) or fused=False (the torch reference)"
-            )
+_forced: ContextVar[Kernel | None] = ContextVar("daypack_kernel", default=None)
 
 
-def observe(updates: list[Update]) -> list[Tensor]:
-    """First pass over the gradients: fills each ``sums``, writes nothing else, returns each sum of g^2 (0-dim)."""
-    return [reference.observe(update) for update in updates]
+@contextmanager
+def use(kernel: Kernel) -> Iterator[None]:
+    """Step every parameter with ``kernel`` inside the block, whatever ``fused`` says.
+
+    Raises:
+        ValueError: there is no such kernel; at a step, it cannot take a parameter.
+    """
+    if kernel not in ("native", "reference"):
+        raise ValueError(f"kernel must be 'native' or 'reference', got {kernel!r}")
+    token = _forced.set(kernel)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
 
 
-def apply(updates: list[Update]) -> None:
-    """Second pass: moments, rule, decay and parameters. ``update.state["step"]`` counts this step already."""
-    for update in updates:
-        reference.apply(update)
+def forced() -> Kernel | None:
+    return _forced.get()
+
+
+class Work:
+    """The updates of one step, each with its kernel. Kept from step to step while `refresh` says that it holds.
+
+    Attributes:
+        settled: every state exists and all that is learned from first gradients is learned.
+        kernels: per update ``"native"`` or ``"reference"``.
+
+    Raises:
+        ValueError: a parameter demands a fused kernel (``fused=True``) and none can take it.
+    """
+
+    def __init__(self, updates: list[Update]) -> None:
+        self.updates = updates
+        self.kernels: list[Kernel] = [_choose(update) for update in updates]
+        chosen = np.array([kernel == "native" for kernel in self.kernels], bool)
+        self._native, self._rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
+        self._batch = native.Batch([updates[i] for i in self._native]) if len(self._native) else None
+        self.settled = False
+
+    @property
+    def rest(self) -> list[Update]:
+        """The updates that the reference takes."""
+        return [self.updates[i] for i in self._rest]
+
+    def refresh(self) -> bool:
+        """Take in this step's gradients; False if tensors have changed so that the work must be laid out anew."""
+        if any(_choose(update) == "native" for update in self.rest):
+            return False
+        return self._batch is None or self._batch.refresh()
+
+    def attach(self) -> None:
+        """Take in state that was created or laid out anew since."""
+        if self._batch is not None:
+            self._batch.attach()
+
+    def observe(self) -> NDArray[np.bool_]:
+        """First pass over every gradient, which writes nothing but statistics; whether each sum of g^2 is finite."""
+        finite = np.ones(len(self.updates), bool)
+        if self._batch is not None:
+            finite[self._native] = self._batch.observe()
+        finite[self._rest] = _finite([reference.observe(update) for update in self.rest])
+        return finite
+
+    def step(self) -> NDArray[np.bool_]:
+        """Both passes over every update whose gradient is finite; which ones are.
+
+        For updates that need no decision between the passes: gradients are read again while they are in the cache.
+        """
+        finite = np.ones(len(self.updates), bool)
+        if self._batch is not None:
+            finite[self._native] = self._batch.step()
+        finite[self._rest] = _finite([reference.observe(update) for update in self.rest])
+        for i in self._rest:
+            if finite[i]:
+                reference.apply(self.updates[i])
+        return finite
+
+    def apply(self, admitted: NDArray[np.bool_]) -> None:
+        """Second pass over the updates marked by ``admitted``: steps, moments, rule, decay and parameters."""
+        if self._batch is not None:
+            self._batch.apply(admitted[self._native])
+        for i in self._rest:
+            if admitted[i]:
+                reference.apply(self.updates[i])
+
+
+def _choose(update: Update) -> Kernel:
+    fused = {"native": True, "reference": False}.get(_forced.get() or "", update.group["fused"])
+    if fused is False:
+        return "reference"
+    refused = native.refusal(update)
+    if refused and fused:
+        raise ValueError(
+            f"fused=True, but {refused} (parameter {update.name}); use fused=None (the fastest available) or "
+            "fused=False (the torch reference)"
+        )
+    return "reference" if refused else "native"
+
+
+def _finite(totals: list[Tensor]) -> list[bool]:
+    """Whether each total is finite; one transfer from each device."""
+    result: dict[int, bool] = {}
+    for device in {total.device for total in totals}:
+        here = [(i, total) for i, total in enumerate(totals) if total.device == device]
+        flags = torch.stack([total.to(torch.float64) for _, total in here]).isfinite().tolist()
+        result.update(zip((i for i, _ in here), flags, strict=True))
+    return [result[i] for i in range(len(totals))]
+
+
+# ---------------------------------------------------------------- calibration
+
+
+def _reads(update: Update) -> bool:
+    return _forced.get() != "reference" and update.group["fused"] is not False and native.reads(update.grad)
+
+
+def histogram(update: Update, block_size: int) -> Tensor:
+    """Counts of an update's normalised gradient, for `learn`; int64 on the CPU."""
+    count = native.histogram if _reads(update) else codebook.histogram
+    return count(update.grad, update.view, block_size).cpu()
+
+
+def learn(counts: Tensor, block_size: int) -> Tensor:
+    """The codebook for ``counts``: fp32 on the CPU."""
+    solve = (
+        codebook.optimal_levels if _forced.get() == "reference" or native.library() is None else native.optimal_levels
+    )
+    return codebook.learn(counts, block_size, solve)
+
+
+def find_block_size(update: Update) -> int:
+    """The block size of an update's second moment, from its gradient."""
+    find = native.find_block_size if _reads(update) else blocks.find_block_size
+    return find(update.grad, update.view)

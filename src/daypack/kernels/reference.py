@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from daypack.formats.base import Chunk, accumulator, chunks, read, write_
-from daypack.plan import Update
+from daypack.plan import Hyper, Update
 
 
 def _gradient(update: Update, chunk: Chunk) -> Tensor:
     """A gradient chunk to read only, in the accumulator's dtype: it may be the gradient itself."""
     g = read(update.grad, update.view, chunk).to(accumulator(update.param.dtype))
-    return -g if update.hyper.maximize else g
+    return -g if update.group["maximize"] else g
 
 
 def _align(update: Update) -> int:
@@ -47,8 +47,10 @@ def observe(update: Update) -> Tensor:
 
 
 def apply(update: Update) -> None:
-    """Second pass: both moments, the rule, decoupled weight decay and one rounding of the parameter."""
-    plan, state, view, hyper = update.plan, update.state, update.view, update.hyper
+    """Second pass: the step count, both moments, the rule, decoupled decay and one rounding of the parameter."""
+    plan, state, view = update.plan, update.state, update.view
+    state["step"] += 1
+    hyper = Hyper.of(update.group, update.steps)
     m_form, v_form = plan.exp_avg, plan.exp_avg_sq
     if v_form.statistics:
         v_form.combine(state, "exp_avg_sq", view, update.sums, hyper.beta2)

@@ -7,20 +7,21 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from daypack.calibration import codebook
-from daypack.calibration.blocks import find_block_size
 from daypack.formats.base import State, geometry
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.kernels import dispatch, reference
+from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
 from daypack.optim.options import Group, check_gradient, check_param, param_name
-from daypack.plan import Hyper, ParamPlan, Update
+from daypack.plan import ParamPlan, Update
 
 #: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
 _STEPS_BEFORE_IDLE_WARNING = 10
@@ -57,6 +58,8 @@ class CompressedOptimizer(Optimizer):
     def _reset(self) -> None:
         """Forget what was derived from the state, because the state may have been replaced."""
         self._calibrated = WeakIdKeyDictionary()
+        self._work: Work | None = None
+        self._work_key: tuple[Any, ...] = ()
         self._idle_steps = 0
 
     # ---------------------------------------------------------------- groups
@@ -101,22 +104,56 @@ class CompressedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = self._collect()
-        dispatch.check(updates)
-        updates = self._admit(updates, dispatch.observe(updates))
-        self.materialize_state()
-        for update in updates:
-            update.state = self.state[update.param]
-        dispatch.observe(self._calibrate(updates))
-        for update in updates:
-            update.state["step"] += 1
-        dispatch.apply(updates)
+        work = self._collect()
+        if work.settled and not self._decides_between_passes():
+            self._admit(work.updates, work.step())
+            return loss
+        admitted = self._admit(work.updates, work.observe())
+        if not work.settled:
+            self._settle(work, admitted)
+        work.apply(admitted)
         return loss
 
-    def _collect(self) -> list[Update]:
-        """One `Update` for each parameter with a gradient, after every option and every gradient was checked."""
+    def _decides_between_passes(self) -> bool:
+        """Whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
+        return any(group["nonfinite"] == "raise" or float(group["lr"]) == 0 for group in self.param_groups)
+
+    def _collect(self) -> Work:
+        """The parameters with a gradient, after every option and every gradient was checked.
+
+        Most steps differ from the one before in numbers alone: the same tensors in the same layout. What was worked out
+        about them is kept for as long as that is so.
+        """
         for g, group in enumerate(self.param_groups):
             self.check_options(group, f"parameter group {g}")
+        key = self._key()
+        if self._work is None or key != self._work_key or not self._work.refresh():
+            self._work = None
+            self._work, self._work_key = Work(self._updates()), key
+        for update in self._work.rest:
+            check_gradient(update.param, update.grad, update.name)
+            for moment, form in update.plan.moments if update.state else ():
+                form.load_(update.state, moment, update.view)  # some wrappers put saved state here themselves
+        self._warn_if_idle(self._work.updates)
+        return self._work
+
+    def _key(self) -> tuple[Any, ...]:
+        """What the layout of the work depends on, beside the tensors' own: parameters, states, options."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        options = [[group[name] for name in ("fused", *self.structural)] for group in self.param_groups]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        return (
+            list(map(id, params)),
+            list(map(id, self.param_groups)),
+            [p.grad is None for p in params],
+            list(map(id, self.state.values())),
+            sizes,
+            options,
+            dispatch.forced(),
+        )
+
+    def _updates(self) -> list[Update]:
+        """One `Update` for each parameter with a gradient, once all of them were checked."""
         updates = []
         for group, name, p in self._params():
             if p.grad is None:
@@ -127,20 +164,7 @@ class CompressedOptimizer(Optimizer):
                 saved.check_layout(self, name, p, plan, state)
             for moment, form in plan.moments if state else ():
                 form.load_(state, moment, view)  # some wrappers put saved state here themselves
-            updates.append(
-                Update(
-                    name=name,
-                    param=p,
-                    grad=p.grad,
-                    state=state,
-                    plan=plan,
-                    view=view,
-                    hyper=_hyper(group, int(state["step"]) + 1 if state else 1),
-                    fused=group["fused"],
-                    nonfinite=group["nonfinite"],
-                )
-            )
-        self._warn_if_idle(updates)
+            updates.append(Update(name=name, param=p, group=group, state=state, plan=plan, view=view))
         return updates
 
     def _warn_if_idle(self, updates: list[Update]) -> None:
@@ -153,23 +177,23 @@ class CompressedOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _admit(self, updates: list[Update], totals: list[Tensor]) -> list[Update]:
-        """Drop what must not be stepped: gradients that are not finite, and the zero-gradient probe.
+    def _admit(self, updates: list[Update], finite: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which updates are stepped: not those whose gradients are not finite, and not the zero-gradient probe.
 
         The probe is how torch.distributed.checkpoint has state created: a step with lr 0 on all-zero gradients of
         parameters that were never stepped. lr 0 alone is a warm-up, a zero gradient alone is LoRA.
         """
-        admitted = []
-        for update, finite in zip(updates, _finite(totals), strict=True):
-            if not finite:
-                self._refuse(update)
-            elif not (update.hyper.lr == 0 and update.hyper.step == 1 and reference.is_zero(update)):
-                admitted.append(update)
-        return admitted
+        for i in np.flatnonzero(~finite):
+            self._refuse(updates[i])
+        if not any(float(group["lr"]) == 0 for group in self.param_groups):
+            return finite
+        probed = [float(u.group["lr"]) == 0 and u.steps == 0 and reference.is_zero(u) for u in updates]
+        kept: NDArray[np.bool_] = finite & ~np.array(probed, bool)
+        return kept
 
     def _refuse(self, update: Update) -> None:
         problem = f"the gradient of parameter {update.name} is not finite, or its norm is beyond fp32 (1.8e19)"
-        if update.nonfinite == "raise":
+        if update.group["nonfinite"] == "raise":
             raise ValueError(f"{problem}; nothing was updated (nonfinite='skip' passes over such parameters)")
         self.skipped[update.name] += 1
         if self.skipped[update.name] == 1:
@@ -196,30 +220,37 @@ class CompressedOptimizer(Optimizer):
 
     # ----------------------------------------------------------- calibration
 
-    def _calibrate(self, updates: list[Update]) -> list[Update]:
-        """Learn what the first non-zero gradients teach; returns the updates whose statistics must be taken again."""
+    def _settle(self, work: Work, admitted: NDArray[np.bool_]) -> None:
+        """What first steps need: state, and what is learned from the first gradients that are not zero."""
+        self.materialize_state()
+        for update in work.updates:
+            update.state = self.state[update.param]
         fresh = [
             (update, moment, form)
-            for update in updates
+            for update, stepped in zip(work.updates, admitted.tolist(), strict=True)
             for moment, form in update.plan.moments
-            if not self._is_calibrated(form.learned(update.state, moment)) and not reference.is_zero(update)
+            if stepped and not self._is_calibrated(form.learned(update.state, moment)) and not reference.is_zero(update)
         ]
-        coded = [(u, moment, form.block_size) for u, moment, form in fresh if isinstance(form, BlockQuantized)]
-        if coded:
-            levels = self._known_codebook()
-            if levels is None:
-                counts = torch.zeros(codebook.BINS, dtype=torch.int64)
-                for update, _, block_size in coded:
-                    counts += codebook.histogram(update.grad, update.view, block_size).cpu()
-                levels = codebook.learn(counts, coded[0][2])
-            for update, moment, _ in coded:
-                update.state[moment + "_codebook"].copy_(levels)
-        resized = []
-        for update, moment, form in fresh:
-            if isinstance(form, BlockMean):
-                form.resize_(update.state, moment, update.view, find_block_size(update.grad, update.view))
-                resized.append(update)
-        return resized
+        self._learn_codebook([(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockQuantized)])
+        resized = [(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockMean)]
+        for update, moment, form in resized:
+            form.resize_(update.state, moment, update.view, dispatch.find_block_size(update))
+        work.attach()
+        if resized:
+            work.observe()  # their blocks are others now
+        self._work_key = self._key()  # with the states just created
+        learned = [form.learned(u.state, moment) for u in work.updates for moment, form in u.plan.moments]
+        work.settled = all(map(self._is_calibrated, learned))
+
+    def _learn_codebook(self, coded: list[tuple[Update, str, BlockQuantized]]) -> None:
+        if not coded:
+            return
+        levels = self._known_codebook()
+        if levels is None:
+            counts = sum(dispatch.histogram(update, form.block_size) for update, _, form in coded)
+            levels = dispatch.learn(cast(Tensor, counts), coded[0][2].block_size)
+        for update, moment, _ in coded:
+            update.state[moment + "_codebook"].copy_(levels)
 
     def _is_calibrated(self, learned: Tensor | None) -> bool:
         """Whether the tensor that is all zeros until calibration is so no more. Asked of the device once."""
@@ -229,6 +260,11 @@ class CompressedOptimizer(Optimizer):
             self._calibrated[learned] = True
             return True
         return False
+
+    def kernels(self) -> dict[Tensor, str]:
+        """Which kernel took each parameter at the last step: ``"native"`` or ``"reference"``."""
+        work = self._work
+        return {u.param: kernel for u, kernel in zip(work.updates, work.kernels, strict=True)} if work else {}
 
     def _known_codebook(self) -> Tensor | None:
         """The first calibrated parameter's codebook in group order; later parameters take it over."""
@@ -291,29 +327,6 @@ class CompressedOptimizer(Optimizer):
                     form.load_(entry, moment, geometry(tuple(p.shape)))
         self.__dict__.setdefault("skipped", Counter())
         super().__setstate__(state)
-
-
-def _hyper(group: Group, step: int) -> Hyper:
-    beta1, beta2 = group["betas"]
-    return Hyper(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        maximize=group["maximize"],
-        step=step,
-    )
-
-
-def _finite(totals: list[Tensor]) -> list[bool]:
-    """Whether each total is finite; one transfer from each device."""
-    result: dict[int, bool] = {}
-    for device in {total.device for total in totals}:
-        here = [(i, total) for i, total in enumerate(totals) if total.device == device]
-        flags = torch.stack([total.to(torch.float64) for _, total in here]).isfinite().tolist()
-        result.update(zip((i for i, _ in here), flags, strict=True))
-    return [result[i] for i in range(len(totals))]
 
 
 def materialize_state(optimizer: Optimizer) -> None:

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from daypack.optim.base import CompressedOptimizer
+
 ADAMW_BYTES = 8
 
 
 @dataclass(frozen=True)
 class ParamState:
-    """State of one parameter: bytes by component (state key)."""
+    """State of one parameter: bytes by component (state key), and the kernel that took its last step, if any did."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     components: dict[str, int]
+    kernel: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -66,12 +69,12 @@ class StateReport:
 
     def __str__(self) -> str:
         width = max([9, *(len(entry.name) for entry in self.entries)])
-        lines = [f"{'parameter':<{width}}  {'shape':<20} {'bytes':>14} {'B/param':>8}  components"]
+        lines = [f"{'parameter':<{width}}  {'shape':<20} {'bytes':>14} {'B/param':>8}  {'kernel':<9}  components"]
         for entry in self.entries:
             each = entry.total_bytes / entry.elements if entry.elements else 0.0
             lines.append(
                 f"{entry.name:<{width}}  {'x'.join(map(str, entry.shape)) or 'scalar':<20} {entry.total_bytes:>14,} "
-                f"{each:>8.3f}  {', '.join(entry.components) or 'no state'}"
+                f"{each:>8.3f}  {entry.kernel:<9}  {', '.join(entry.components) or 'no state'}"
             )
         lines += [f"{key:<{width}}  {'':<20} {nbytes:>14,}" for key, nbytes in self.components.items()]
         adamw = ADAMW_BYTES * self.parameters
@@ -84,6 +87,7 @@ def state_report(optimizer: Optimizer) -> StateReport:
     """Measure the state of any torch optimizer. Storage that several tensors share is counted once."""
     seen: set[int] = set()
     entries = []
+    kernels = optimizer.kernels() if isinstance(optimizer, CompressedOptimizer) else {}
     for g, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
         for i, p in enumerate(group["params"]):
@@ -92,7 +96,7 @@ def state_report(optimizer: Optimizer) -> StateReport:
                 continue
             name = names[i] if names else f"group {g}, parameter {i}"
             components = {str(key): _nbytes(value, seen) for key, value in state.items()}
-            entries.append(ParamState(name, tuple(p.shape), p.dtype, components))
+            entries.append(ParamState(name, tuple(p.shape), p.dtype, components, kernels.get(p, "")))
     return StateReport(tuple(entries))
 
 

@@ -1,0 +1,81 @@
+// The C interface of the native kernels. Plain C types only: no Python, no torch, so one library serves every version
+// of both. Every function is safe to call without the GIL and from several threads.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define DAYPACK_EXPORT extern "C" __declspec(dllexport)
+#else
+#define DAYPACK_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+#define DAYPACK_INTERFACE 1
+
+enum DaypackType { DAYPACK_FP32 = 0, DAYPACK_BF16 = 1, DAYPACK_FP16 = 2 };
+enum DaypackSecondMoment { DAYPACK_DENSE = 0, DAYPACK_FACTORED = 1, DAYPACK_BLOCKS = 2 };
+
+// One parameter: where its tensors are and how they are laid out. All of them are contiguous. Fields are eight bytes
+// each, so that the caller can keep a list of parameters as one table of 64-bit numbers.
+struct DaypackParam {
+  void* param;
+  const void* grad;
+  float* step;            // steps taken so far; apply counts it up
+  uint8_t* codes;         // first moment as 8-bit codes; null if it is dense
+  uint16_t* scale;        // bf16, one per block of a row
+  const float* codebook;  // 256 levels
+  float* exp_avg;         // dense first moment; null if it is coded
+  float* exp_avg_sq;      // dense second moment
+  float* row;             // factored second moment, [matrices, rows]
+  float* col;             // [matrices, cols]
+  float* block;           // block means, [matrices, rows, ceil(cols / v_block_size)]
+  float* sums;            // statistics of g^2, filled by observe: all rows, then all columns; or all blocks
+  int64_t matrices, rows, cols;
+  int64_t block_size;     // of the codes' scales; at most DAYPACK_LARGEST_BLOCK
+  int64_t v_block_size;
+  int64_t v_kind;         // DaypackSecondMoment
+  int64_t param_type, grad_type;
+  int64_t options;        // index into the array of DaypackOptions
+};
+
+struct DaypackOptions {
+  double lr, beta1, beta2, eps, weight_decay;
+  double sign;  // -1 to ascend (maximize), else 1
+};
+
+#define DAYPACK_LARGEST_BLOCK 4096
+
+DAYPACK_EXPORT int daypack_interface(void);
+// Bytes of DaypackParam, so that a caller built for another layout notices.
+DAYPACK_EXPORT int daypack_param_bytes(void);
+
+// The instruction set in use: "portable", "avx2" or "avx512". `use_cpu` sets it (null: the best one) and returns 0, or
+// returns -1 and changes nothing if this machine lacks it.
+DAYPACK_EXPORT const char* daypack_cpu(void);
+DAYPACK_EXPORT int daypack_use_cpu(const char* name);
+
+// Run on the threads of an OpenMP runtime: `gomp_parallel` is its GOMP_parallel. Null: on threads of our own.
+DAYPACK_EXPORT void daypack_borrow_threads(void* gomp_parallel);
+
+// First pass: fills every `sums` and `totals[i]`, the sum of g^2 in fp32: not finite exactly if the gradient is not, or if
+// its square leaves the range. Returns the number of parameters whose total is not finite.
+DAYPACK_EXPORT int64_t daypack_observe(const DaypackParam* params, int64_t count, int threads, float* totals);
+
+// Second pass: moments, rule, decay and parameters of those that `active` marks (null: all). Returns -1, or the index of a
+// parameter whose codebook is not usable; nothing has changed then.
+DAYPACK_EXPORT int64_t daypack_apply(const DaypackParam* params, int64_t count, const DaypackOptions* options,
+                                     const uint8_t* active, int threads);
+
+// Both passes, a few parameters at a time, so that a gradient is still in the cache when it is read again. Parameters whose
+// total is not finite are left as they are. Returns as `apply` does.
+DAYPACK_EXPORT int64_t daypack_step(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads,
+                                    float* totals);
+
+// Calibration. `histogram` adds to 4,096 counts; `block_scores` fills one score per candidate size (multiples of 16 that
+// divide cols); `codebook` finds the free levels of both halves of a histogram and returns how many it wrote.
+DAYPACK_EXPORT void daypack_histogram(const void* grad, int64_t type, int64_t rows, int64_t cols, int64_t block_size,
+                                      int threads, int64_t* counts);
+DAYPACK_EXPORT void daypack_block_scores(const void* grad, int64_t type, int64_t rows, int64_t cols,
+                                         const int64_t* sizes, int64_t size_count, int threads, double* scores);
+DAYPACK_EXPORT int64_t daypack_codebook(const double* weights, int64_t bins, int64_t levels, int threads,
+                                        double* values);

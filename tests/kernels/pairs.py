@@ -1,0 +1,127 @@
+"""A native step beside a step of the torch reference, from the same parameters, state and gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import daypack
+from daypack import kernels
+from daypack.kernels import native
+
+from ..conformance.scene import Params, gradient, noise
+
+needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels were not built")
+
+#: Ragged and whole blocks, convolution, experts, prime and short rows, rows over a tile, many rows, vectors, nothing.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (24, 520),
+    "convolution": (16, 16, 3, 3),
+    "experts": (4, 24, 64),
+    "prime": (5, 1009),
+    "short": (300, 32),
+    "column": (64, 33),
+    "wide": (3, 9000),  # three tiles
+    "line": (1, 5000),  # codes beside a dense second moment
+    "tall": (5000, 40),  # two parts of rows
+    "both": (700, 4500),
+    "vector": (130,),
+    "long": (70001,),
+    "one": (1,),
+    "scalar": (),
+    "empty": (0, 8),
+    "thin": (2, 3),
+}
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def available() -> list[str]:
+    """The instruction sets that this machine can run."""
+    found = []
+    for name in ("portable", "avx2", "avx512") if native.library() else ():
+        try:
+            native.use_cpu(name)
+        except ValueError:
+            continue
+        found.append(name)
+    if found:
+        native.use_cpu(None)
+    return found
+
+
+@pytest.fixture(params=available() or [pytest.param(None, marks=pytest.mark.skip("the kernels were not built"))])
+def cpu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn."""
+    native.use_cpu(request.param)
+    yield request.param
+    native.use_cpu(None)
+
+
+def parameters(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Params:
+    return {name: Parameter((0.5 * noise(shape, name)).to(dtype)) for name, shape in shapes.items()}
+
+
+def set_gradient(p: Parameter, g: Tensor) -> None:
+    """A gradient of any floating-point dtype."""
+    p.grad = None
+    if g.dtype != p.dtype:
+        p.grad_dtype = g.dtype  # type: ignore[attr-defined]
+    p.grad = g
+
+
+@dataclass
+class Pair:
+    """One parameter after one step, ours and the reference's."""
+
+    name: str
+    grad: Tensor
+    before: Tensor
+    ours: Tensor
+    theirs: Tensor
+    state: dict[str, Any]
+    reference: dict[str, Any]
+
+
+Gradient = Callable[[str, tuple[int, ...], int], Tensor]
+
+
+def small_gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    return gradient(name, shape, step)
+
+
+def twin(params: Params, optimizer: Any, options: dict[str, Any]) -> tuple[Params, Any]:
+    """Copies of the parameters under an optimizer with a copy of the state."""
+    copies = {name: Parameter(p.detach().clone()) for name, p in params.items()}
+    other = daypack.Gefen(copies.values(), **options)
+    if optimizer.state:
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return copies, other
+
+
+def compare(
+    params: Params, dtype: torch.dtype, options: dict[str, Any], steps: int, make: Gradient = small_gradient
+) -> Iterator[Pair]:
+    """Step ``params`` natively and, each time from the same state, with the reference."""
+    optimizer = daypack.Gefen(params.values(), **options)
+    for step in range(steps):
+        copies, reference = twin(params, optimizer, options)
+        before = {name: p.detach().clone() for name, p in params.items()}
+        for name, p in params.items():
+            g = make(name, tuple(p.shape), step).to(dtype)
+            set_gradient(p, g)
+            set_gradient(copies[name], g.clone())
+        with kernels.use("native"):
+            optimizer.step()
+        with kernels.use("reference"):
+            reference.step()
+        for name, p in params.items():
+            q = copies[name]
+            states = dict(optimizer.state[p]), dict(reference.state[q])
+            yield Pair(name, cast(Tensor, p.grad), before[name], p.detach(), q.detach(), *states)
