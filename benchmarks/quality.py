@@ -34,10 +34,10 @@ from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.optim import registry
-from daypack.plan import Hyper, ParamPlan
 from daypack.training.config import TrainConfig
 from daypack.training.corpus import Corpus, load_corpus
 from daypack.training.loop import run
+from daypack.update import Hyper, ParamPlan
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 BASELINE = "adamw"

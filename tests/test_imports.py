@@ -19,7 +19,7 @@ LAYERS = (
     {"training", "reports", "planner", "checkpoint"},
     {"optim"},
     {"kernels", "placement", "sharding", "weights"},
-    {"calibration", "formats", "rules", "plan", "projection"},
+    {"calibration", "formats", "rules", "update", "projection"},
 )
 HEIGHT = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for room in layer}
 ROOT = len(LAYERS) + 1  # The package itself: its `__init__` gathers the public names.

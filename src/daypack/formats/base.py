@@ -229,6 +229,11 @@ class StateFormat:
         return None
 
 
+def smallest(view: Geometry, dtype: torch.dtype, *forms: StateFormat) -> StateFormat:
+    """The one of ``forms`` that stores a moment of this geometry in the fewest bytes; the first of equals."""
+    return min(forms, key=lambda form: sum(spec.nbytes for spec in form.components(view, dtype)))
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype of every formula: fp64 for fp64 parameters, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

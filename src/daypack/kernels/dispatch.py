@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daypack.calibration import blocks, codebook
 from daypack.kernels import native, reference
-from daypack.plan import Update
+from daypack.update import Update
 
 Kernel = Literal["native", "reference"]
 

@@ -28,8 +28,8 @@ from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
-from daypack.plan import Update
-from daypack.rules import adamw
+from daypack.rules import ADAMW
+from daypack.update import Update
 
 INTERFACE = 1
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -111,7 +111,7 @@ def refusal(update: Update) -> str | None:
     if library() is None:
         return "the native kernels are not built"
     m, v = plan.exp_avg, plan.exp_avg_sq
-    if plan.rule is not adamw or type(v) not in _V_KINDS or not isinstance(m, (Dense, BlockQuantized)):
+    if plan.rule is not ADAMW or type(v) not in _V_KINDS or not isinstance(m, (Dense, BlockQuantized)):
         return "no native kernel for these formats"
     if isinstance(m, BlockQuantized) and (m.rounding != "dithered" or m.block_size > LARGEST_BLOCK):
         return f"no native kernel for blocks over {LARGEST_BLOCK} elements or other rounding than dithered"

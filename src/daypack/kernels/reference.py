@@ -5,23 +5,35 @@ It touches one chunk of a parameter at a time, so a step's temporary memory does
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from math import lcm
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from daypack.formats.base import Chunk, accumulator, chunks, read, write_
-from daypack.plan import Hyper, Update
+from daypack.update import Elements, Hyper, Update
 
 
-def _gradient(update: Update, chunk: Chunk) -> Tensor:
+def _gradient(update: Update, chunk: Chunk, hyper: Hyper) -> Tensor:
     """A gradient chunk to read only, in the accumulator's dtype: it may be the gradient itself."""
     g = read(update.grad, update.view, chunk).to(accumulator(update.param.dtype))
-    return -g if update.group["maximize"] else g
+    g = -g if hyper.maximize else g
+    return g.add(_param(update, chunk), alpha=hyper.coupled) if hyper.coupled else g
 
 
-def _align(update: Update) -> int:
-    return lcm(*(form.align(update.view) for _, form in update.plan.moments))
+def _param(update: Update, chunk: Chunk) -> Tensor:
+    """A chunk of the parameter to read only."""
+    return read(update.param, update.view, chunk).to(accumulator(update.param.dtype))
+
+
+def _chunks(update: Update) -> Iterator[Chunk]:
+    return chunks(update.view, lcm(*(form.align(update.view) for _, form in update.plan.moments)))
+
+
+def _hyper(update: Update, step: int) -> Hyper:
+    return update.plan.rule.hyper(update.group, step)
 
 
 def is_zero(update: Update) -> bool:
@@ -36,12 +48,13 @@ def observe(update: Update) -> Tensor:
     Returns:
         The sum of g^2, 0-dim. It is not finite if the gradient is not, or if a statistic of g^2 would overflow.
     """
-    form = update.plan.exp_avg_sq
+    form, hyper = update.plan.exp_avg_sq, _hyper(update, update.steps + 1)
     total = torch.zeros((), dtype=accumulator(update.param.dtype), device=update.param.device)
-    update.sums = form.sums(update.state, "exp_avg_sq", update.view, like=total)
-    for chunk in chunks(update.view, _align(update)):
-        squared = _gradient(update, chunk).square()
-        form.observe(update.sums, update.view, chunk, squared)
+    update.sums = form.sums(update.state, "exp_avg_sq", update.view, like=total) if form else ()
+    for chunk in _chunks(update):
+        squared = _gradient(update, chunk, hyper).square()
+        if form:
+            form.observe(update.sums, update.view, chunk, squared)
         total += squared.sum()
     return total
 
@@ -50,19 +63,48 @@ def apply(update: Update) -> None:
     """Second pass: the step count, both moments, the rule, decoupled decay and one rounding of the parameter."""
     plan, state, view = update.plan, update.state, update.view
     state["step"] += 1
-    hyper = Hyper.of(update.group, update.steps)
+    hyper = _hyper(update, update.steps)
     m_form, v_form = plan.exp_avg, plan.exp_avg_sq
-    if v_form.statistics:
+    if v_form and v_form.statistics:
         v_form.combine(state, "exp_avg_sq", view, update.sums, hyper.beta2)
-    read_m, read_v = (form.decoder(state, moment, view) for moment, form in plan.moments)
-    for chunk in chunks(view, _align(update)):
-        g = _gradient(update, chunk)
-        # The update reads the fresh moment; the stored one, rounded, only matters to the next step.
-        m = torch.lerp(read_m(chunk), g, 1 - hyper.beta1)
-        v = read_v(chunk)
-        if not v_form.statistics:
+    elements = _reader(update, hyper)
+    factor = _factor(update, hyper, elements)
+    for chunk in _chunks(update):
+        x = elements(chunk)
+        direction, m = plan.rule.direction(x, hyper, factor)
+        write_(update.param, view, chunk, (x.p * (1 - hyper.shrink)).sub_(direction, alpha=hyper.lr))
+        # The update reads fresh moments; the stored ones, rounded, only matter to the next step.
+        if v_form and not v_form.statistics:
+            v_form.encode_(state, "exp_avg_sq", view, chunk, cast(Tensor, x.v), hyper.step)
+        if m_form:
+            m_form.encode_(state, "exp_avg", view, chunk, cast(Tensor, m), hyper.step)
+
+
+def _reader(update: Update, hyper: Hyper) -> Callable[[Chunk], Elements]:
+    """What the rule sees of a chunk. Reading changes nothing, so a chunk may be read twice."""
+    m_form, v_form, view = update.plan.exp_avg, update.plan.exp_avg_sq, update.view
+    read_m = m_form.decoder(update.state, "exp_avg", view) if m_form else None
+    read_v = v_form.decoder(update.state, "exp_avg_sq", view) if v_form else None
+
+    def elements(chunk: Chunk) -> Elements:
+        g = _gradient(update, chunk, hyper)
+        v = read_v(chunk) if read_v else None
+        if v is not None and v_form and not v_form.statistics:
             v = (v * hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
-            v_form.encode_(state, "exp_avg_sq", view, chunk, v, hyper.step)
-        p = read(update.param, view, chunk).to(g.dtype) * (1 - hyper.lr * hyper.weight_decay)
-        write_(update.param, view, chunk, p.sub_(plan.rule(m, v, hyper), alpha=hyper.lr))
-        m_form.encode_(state, "exp_avg", view, chunk, m, hyper.step)
+        return Elements(_param(update, chunk), g, read_m(chunk) if read_m else None, v)
+
+    return elements
+
+
+def _factor(update: Update, hyper: Hyper, elements: Callable[[Chunk], Elements]) -> float:
+    """The scale of the whole tensor where the rule has one: a pass of its own over all elements."""
+    rule = update.plan.rule
+    if rule.measured is None or rule.factor is None:
+        return 1.0
+    squares = torch.zeros(2, dtype=torch.float64, device=update.param.device)
+    for chunk in _chunks(update):
+        x = elements(chunk)
+        for i, tensor in enumerate((x.p, rule.measured(x, hyper))):
+            squares[i] += tensor.square().sum(dtype=torch.float64)
+    param, measured = squares.sqrt_().tolist()
+    return rule.factor(param, measured, update.param.numel(), hyper)

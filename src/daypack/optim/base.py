@@ -21,7 +21,7 @@ from daypack.kernels import dispatch, reference
 from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
 from daypack.optim.options import Group, check_gradient, check_param, param_name
-from daypack.plan import ParamPlan, Update
+from daypack.update import ParamPlan, Update
 
 #: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
 _STEPS_BEFORE_IDLE_WARNING = 10
@@ -41,8 +41,12 @@ class CompressedOptimizer(Optimizer):
     structural: tuple[str, ...] = ()
     skipped: Counter[str]
 
-    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group) -> ParamPlan:
-        """How a parameter of this global shape and dtype is stored and stepped under the options of ``group``."""
+    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """How a parameter of this global shape and dtype is stored and stepped under the options of ``group``.
+
+        Args:
+            name: the parameter's name where it has one, for optimizers that know rules for names.
+        """
         raise NotImplementedError
 
     def check_options(self, group: Group, where: str) -> None:
@@ -50,6 +54,10 @@ class CompressedOptimizer(Optimizer):
         raise NotImplementedError
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        if defaults.get("foreach"):
+            warnings.warn(
+                f"foreach=True has no effect on {type(self).__name__}; fused chooses its kernel", stacklevel=3
+            )
         self.skipped = Counter()
         self._reset()
         self.check_options(defaults, type(self).__name__)
@@ -159,7 +167,11 @@ class CompressedOptimizer(Optimizer):
             if p.grad is None:
                 continue
             check_gradient(p, p.grad, name)
-            state, plan, view = self.state.get(p, {}), self.plan(p.shape, p.dtype, group), geometry(tuple(p.shape))
+            state, plan, view = (
+                self.state.get(p, {}),
+                self.plan(p.shape, p.dtype, group, name),
+                geometry(tuple(p.shape)),
+            )
             if state:
                 saved.check_layout(self, name, p, plan, state)
             for moment, form in plan.moments if state else ():
@@ -208,12 +220,12 @@ class CompressedOptimizer(Optimizer):
 
         `torch.distributed.checkpoint` needs it before it can load into a fresh optimizer.
         """
-        for group, _, p in self._params():
+        for group, name, p in self._params():
             if (p.requires_grad or p.grad is not None) and p not in self.state:
                 view = geometry(tuple(p.shape))
                 state: State = self.state[p]
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for moment, form in self.plan(p.shape, p.dtype, group).moments:
+                for moment, form in self.plan(p.shape, p.dtype, group, name).moments:
                     for spec in form.components(view, p.dtype):
                         device = spec.device(p.device)
                         state[moment + spec.suffix] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
@@ -287,8 +299,8 @@ class CompressedOptimizer(Optimizer):
         finally:
             self.state = live
         keys = [key for group in packed["param_groups"] for key in group["params"]]
-        for key, (group, _, p) in zip(keys, self._params(), strict=True):
-            for moment, form in self.plan(p.shape, p.dtype, group).moments if p in live else ():
+        for key, (group, name, p) in zip(keys, self._params(), strict=True):
+            for moment, form in self.plan(p.shape, p.dtype, group, name).moments if p in live else ():
                 packed["state"][key] = {**packed["state"][key], **form.save(live[p], moment, geometry(tuple(p.shape)))}
         return packed
 
@@ -315,15 +327,15 @@ class CompressedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Publish loaded or unpickled state: unwrap and place its tensors, and bring them into their live shape."""
         self._reset()
-        for group in state["param_groups"]:
-            for p in group["params"]:
+        for g, group in enumerate(state["param_groups"]):
+            for i, p in enumerate(group["params"]):
                 entry = state["state"].get(p)
                 if not entry:
                     continue
                 for key, value in entry.items():
                     if isinstance(value, saved.Keep):
                         entry[key] = value.copy(p.device)
-                for moment, form in self.plan(p.shape, p.dtype, group).moments:
+                for moment, form in self.plan(p.shape, p.dtype, group, param_name(group, g, i)).moments:
                     form.load_(entry, moment, geometry(tuple(p.shape)))
         self.__dict__.setdefault("skipped", Counter())
         super().__setstate__(state)

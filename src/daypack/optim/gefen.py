@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Literal
@@ -10,15 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from daypack.formats.base import StateFormat, geometry
+from daypack.formats.base import StateFormat, geometry, smallest
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.optim.base import CompressedOptimizer
-from daypack.optim.options import Group, check_adamw, check_choice, check_positive
-from daypack.plan import ParamPlan
-from daypack.rules import adamw
+from daypack.optim.options import Group, arguments, check_adamw, check_choice, check_positive
+from daypack.rules import ADAMW
+from daypack.update import ParamPlan
 
 SECOND_MOMENTS: dict[str, StateFormat] = {"factored": Factored(), "blocks": BlockMean()}
 
@@ -82,27 +81,7 @@ class Gefen(CompressedOptimizer):
         nonfinite: Literal["skip", "raise"] = "skip",
         bits: int = 8,
     ) -> None:
-        if foreach:
-            warnings.warn("foreach=True has no effect on Gefen; fused chooses its kernel", stacklevel=2)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "foreach": foreach,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-                "second_moment": second_moment,
-                "block_size": block_size,
-                "nonfinite": nonfinite,
-                "bits": bits,
-            },
-        )
+        super().__init__(params, arguments(locals()))
 
     def check_options(self, group: Group, where: str) -> None:
         check_adamw(group, where)
@@ -111,7 +90,7 @@ class Gefen(CompressedOptimizer):
         check_choice(group, "nonfinite", ("skip", "raise"), where)
         check_choice(group, "bits", (8,), where)
 
-    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group) -> ParamPlan:
+    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Compressed moments from two dims on, each where it takes fewer bytes than fp32; else AdamW's own."""
         return plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
 
@@ -119,11 +98,6 @@ class Gefen(CompressedOptimizer):
 @lru_cache(maxsize=4096)
 def plan(shape: tuple[int, ...], dtype: torch.dtype, second_moment: str, block_size: int) -> ParamPlan:
     """`Gefen.plan` as a function of its options, remembered, because it is asked for at every step."""
-    view = geometry(shape)
-
-    def smaller(compressed: StateFormat) -> StateFormat:
-        sizes = {form: sum(spec.nbytes for spec in form.components(view, dtype)) for form in (Dense(), compressed)}
-        return min(sizes, key=lambda form: sizes[form])
-
-    m: StateFormat = smaller(BlockQuantized(block_size)) if len(shape) > 1 else Dense()
-    return ParamPlan(adamw, m, m if m == Dense() else smaller(SECOND_MOMENTS[second_moment]))
+    view, dense = geometry(shape), Dense()
+    m = smallest(view, dtype, dense, BlockQuantized(block_size)) if len(shape) > 1 else dense
+    return ParamPlan(ADAMW, m, m if m == dense else smallest(view, dtype, dense, SECOND_MOMENTS[second_moment]))

@@ -20,6 +20,11 @@ UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 FLAGS = ("maximize", *UNSUPPORTED)
 
 
+def arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """The options among a constructor's ``locals()``, taken first thing: all but the parameters."""
+    return {key: value for key, value in values.items() if key not in ("self", "params", "__class__")}
+
+
 def number(value: Any, option: str, where: str) -> float:
     """``value`` as a float; a 0-dim tensor and a numpy number count as numbers, a string and a bool do not."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():

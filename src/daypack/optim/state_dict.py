@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daypack.formats.base import State, geometry
 from daypack.optim.options import Group, param_name
-from daypack.plan import ParamPlan
+from daypack.update import ParamPlan
 
 if TYPE_CHECKING:
     from daypack.optim.base import CompressedOptimizer
@@ -114,7 +114,7 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
-    plan, view = optimizer.plan(param.shape, param.dtype, group), geometry(tuple(param.shape))
+    plan, view = optimizer.plan(param.shape, param.dtype, group, name), geometry(tuple(param.shape))
     specs = {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
     expected = {"step", *specs}
     for key in [key for key in specs if key in entry]:  # compared before the sets of keys: a wrong shape tells more

@@ -49,7 +49,7 @@ def estimate_state(
         if any(size < 0 for size in shape):
             raise ValueError(f"a shape has sizes of at least 0, got {tuple(shape)}")
         view = geometry(tuple(shape))
-        plan = optimizer.plan(shape, dtype, optimizer.param_groups[0])
+        plan = optimizer.plan(shape, dtype, optimizer.param_groups[0], "")
         elements += prod(shape)
         total += STEP_BYTES + sum(spec.nbytes for _, form in plan.moments for spec in form.components(view, dtype))
     return StateEstimate(elements, total)

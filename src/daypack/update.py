@@ -1,0 +1,143 @@
+"""What is decided once about a parameter (`ParamPlan`), what one step needs to know (`Hyper`), and the unit of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from daypack.formats.base import Geometry, State, StateFormat
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The numbers of one step, read from the group's options at that step by the rule's own `Rule.hyper`.
+
+    Attributes:
+        step: the step being taken, from 1.
+        lr: factor of the direction.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: as the rule uses it.
+        weight_decay: as the rule uses it; the parameter itself is scaled by ``1 - shrink``.
+        maximize: ascend.
+        shrink: decoupled weight decay times its learning rate.
+        coupled: weight decay that is added to the gradient, times the parameter.
+        options: the group, for what only one rule knows.
+    """
+
+    step: int
+    lr: float
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    maximize: bool = False
+    shrink: float = 0.0
+    coupled: float = 0.0
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def bias_correction1(self) -> float:
+        return 1 - self.beta1**self.step
+
+    @property
+    def bias_correction2(self) -> float:
+        return 1 - self.beta2**self.step
+
+    def option(self, name: str) -> Any:
+        return (self.options or {})[name]
+
+
+@dataclass(frozen=True)
+class Elements:
+    """What a rule sees of some elements of a parameter: tensors of one shape, fp32 (fp64 for fp64 parameters).
+
+    Attributes:
+        p: the parameter before the step.
+        g: its gradient, turned round if the rule ascends, with coupled weight decay.
+        m: the first moment BEFORE this step's gradient; None if the plan keeps none.
+        v: the second moment AFTER it; None if the plan keeps none.
+    """
+
+    p: Tensor
+    g: Tensor
+    m: Tensor | None
+    v: Tensor | None
+
+
+#: (elements, hyper, factor) -> direction and the first moment to store (None: there is none). Both are new tensors, or
+#: the same one. ``factor`` is 1 for rules that measure nothing.
+Direction: TypeAlias = "Callable[[Elements, Hyper, float], tuple[Tensor, Tensor | None]]"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule: ``p <- p * (1 - shrink) - lr * direction``. Pure formulas, blind to how moments are stored.
+
+    Attributes:
+        name: for messages.
+        direction: see `Direction`.
+        hyper: numbers of a step from the group's options and the step, from 1.
+        measured: for rules that scale a whole tensor: what the norm is taken of.
+        factor: the scale, from the norms of the parameter and of what was measured, and the number of elements.
+    """
+
+    name: str
+    direction: Direction
+    hyper: Callable[[Mapping[str, Any], int], Hyper]
+    measured: Callable[[Elements, Hyper], Tensor] | None = None
+    factor: Callable[[float, float, int, Hyper], float] | None = None
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """How one parameter is stepped and how its moments are stored. Equal plans share a kernel.
+
+    Attributes:
+        rule: one of `daypack.rules`.
+        exp_avg: format of the first moment; None: not kept.
+        exp_avg_sq: format of the second moment; None: not kept.
+    """
+
+    rule: Rule
+    exp_avg: StateFormat | None
+    exp_avg_sq: StateFormat | None
+
+    @property
+    def moments(self) -> tuple[tuple[str, StateFormat], ...]:
+        """State name and format of each moment that is kept."""
+        both = ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)
+        return tuple((name, form) for name, form in both if form is not None)
+
+
+@dataclass
+class Update:
+    """One parameter on its way through a step. Kept from step to step, so what may change is read where it stands.
+
+    Attributes:
+        name: for messages only; it never enters the mathematics.
+        group: the parameter's group, with its options.
+        state: empty before the first step.
+        sums: complete statistics of g^2 of this step, as the second moment's format laid them out (reference only).
+    """
+
+    name: str
+    param: Tensor
+    group: Mapping[str, Any]
+    state: State
+    plan: ParamPlan
+    view: Geometry
+    sums: tuple[Tensor, ...] = ()
+
+    @property
+    def grad(self) -> Tensor:
+        return cast(Tensor, self.param.grad)
+
+    @property
+    def steps(self) -> int:
+        """Steps that this parameter has taken."""
+        return int(self.state["step"]) if self.state else 0
