@@ -44,7 +44,7 @@ def sharded(params: Params, on: DeviceMesh, placements: tuple[Placement, ...] = 
 def like(p: Tensor, full: Tensor) -> Tensor:
     """A gradient of ``p``: its part of ``full`` where ``p`` is sharded."""
     full = full.to(p.dtype)
-    return distribute_tensor(full, p.device_mesh, p.placements) if isinstance(p, DTensor) else full
+    return distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else full
 
 
 def set_gradients(params: Params, step: int, make: Gradient = gradient) -> None:

@@ -136,7 +136,8 @@ def asynchronous(folder: str) -> None:
     steps(net, optimizer, 0, 2)
     at_save = content(dict(net.named_parameters()), optimizer)
     state = {"model": net.state_dict(), "optimizer": get_optimizer_state_dict(net, optimizer)}
-    future = dcp.async_save(state, checkpoint_id=f"{folder}/async")
+    # A process group of its own: the collectives of training must not meet those of the background thread.
+    future = dcp.async_save(state, checkpoint_id=f"{folder}/async", process_group=dist.new_group(backend="gloo"))
     steps(net, optimizer, 2, 6)
     future.result()
     net, optimizer = make(True, OPTIMIZERS["gefen"])
