@@ -84,6 +84,8 @@ class CompressedOptimizer(Optimizer):
                 if isinstance(p, Tensor):
                     check_param(p, str(name))
         super().add_param_group(param_group)
+        # Saved with the group: state that has the same layout under another rule is not taken for this one's.
+        param_group["rule"] = self.plan(torch.Size(()), torch.float32, param_group, "").rule.name
 
     def _params(self) -> Iterator[tuple[Group, str, Tensor]]:
         """Group, name and tensor of every parameter. Read anew at each step: wrappers replace what groups hold."""
