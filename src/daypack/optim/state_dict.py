@@ -100,7 +100,8 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
             f"{type(optimizer).__name__} decouples it (AdamW); load it into the optimizer that saved it"
         )
-    for option in ("rule", *optimizer.defaults):
+    group.setdefault("rule", live.get("rule"))
+    for option in optimizer.defaults:
         group.setdefault(option, live[option])
     optimizer.check_options(group, f"parameter group {index} of the state_dict")
     for option in optimizer.structural:
@@ -115,7 +116,7 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
     plan, view = optimizer.plan(param.shape, param.dtype, group, name), geometry(tuple(param.shape))
-    if group["rule"] != plan.rule.name:
+    if group["rule"] not in (None, plan.rule.name):
         raise ValueError(
             f"the state of parameter {name} was saved under the rule {group['rule']!r}, {type(optimizer).__name__} "
             f"steps by {plan.rule.name!r}; load it into the optimizer that saved it"
