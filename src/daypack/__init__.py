@@ -2,6 +2,7 @@
 
 from torch.optim import SGD, Adam, AdamW
 
+from daypack.optim.adam_mini import AdamMini
 from daypack.optim.base import materialize_state
 from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from daypack.optim.gefen import Gefen
@@ -15,6 +16,7 @@ __all__ = [
     "SGD",
     "Adam",
     "Adam8bit",
+    "AdamMini",
     "AdamW",
     "AdamW8bit",
     "Gefen",

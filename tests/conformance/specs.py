@@ -123,6 +123,13 @@ SPECS = {
             adapter_lr=3e-3,
             bytes_per_param={"": 1.03},
         ),
+        Spec(
+            "adam_mini",
+            namesake=torch.optim.AdamW,
+            variants={"": {}, "8bit": {"bits": 8}},
+            shares_v=True,
+            bytes_per_param={"": 4.02, "8bit": 1.03},
+        ),
         Spec("adamw", namesake=torch.optim.AdamW, ours=False, otherwise=TORCH, bytes_per_param={"": 8.01}),
         Spec("adam", namesake=torch.optim.Adam, ours=False, otherwise=TORCH, bytes_per_param={"": 8.01}),
         Spec(

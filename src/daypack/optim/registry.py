@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from daypack.optim.adam_mini import AdamMini
 from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from daypack.optim.gefen import Gefen
 
@@ -20,6 +21,7 @@ REGISTRY: dict[str, type[Optimizer]] = {
     "adamw8bit": AdamW8bit,
     "sgd8bit": SGD8bit,
     "lion8bit": Lion8bit,
+    "adam_mini": AdamMini,
 }
 
 
