@@ -116,7 +116,7 @@ def test_what_is_kept_in_32_bits() -> None:
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adam8bit"])
 def test_second_moment_that_is_not_zero_is_not_stored_as_zero(name: str) -> None:
-    """v from 1e-12 to 1 within a block: the smallest step by less than the rate, none by much more; zeros stay zeros."""
+    """v from 1e-12 to 1 within a block: no element steps by more than twice the rate, and zeros stay zeros."""
     p = Parameter(torch.zeros(16, 256))
     optimizer = daypack.create(name, [p], lr=1e-3, weight_decay=0.0)
     size = torch.logspace(-6, 0, 256)
@@ -125,7 +125,7 @@ def test_second_moment_that_is_not_zero_is_not_stored_as_zero(name: str) -> None
         before = p.detach().clone()
         p.grad = size * noise((16, 256), "sign", step).sign().float()
         optimizer.step()
-        assert (p - before).abs().max() <= 1.5e-3
+        assert (p - before).abs().max() <= 2e-3
     codes = optimizer.state[p]["exp_avg_sq_codes"]
     assert torch.equal(codes == 0, (size == 0).expand(16, 256))
     assert (p[:, ::7] == 0).all()
