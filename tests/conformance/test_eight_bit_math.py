@@ -15,6 +15,7 @@ from daypack.calibration import maps
 
 from ..reference.eight_bit import EightBit
 from .scene import gradient, held_by, noise, parameters, train, values
+from .specs import CASES as ALL
 
 # Whole and ragged blocks, experts, a convolution, a vector and short rows; and what is too small for 8 bits.
 SHAPES: list[tuple[int, ...]] = [(24, 520), (8, 24, 40), (32, 16, 3, 3), (5000,), (300, 48), (60, 60)]
@@ -131,6 +132,33 @@ def test_second_moment_that_is_not_zero_is_not_stored_as_zero(name: str) -> None
     assert (p[:, ::7] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "adam8bit", "sgd8bit", "lion8bit"])
+def test_adapter_large_enough_for_8_bits_trains_as_the_namesake(name: str) -> None:
+    """LoRA: B is 0 at the start, so A's first gradient is exactly 0, which must not freeze or disturb anything."""
+    case = next(case for case in ALL if str(case) == name)
+    x, target = noise((64, 512), "x").float() / 16, noise((64, 512), "y").float()
+
+    def run(make: Any) -> list[float]:
+        a, b = Parameter(0.1 * noise((16, 512), "a").float()), Parameter(torch.zeros(512, 16))
+        optimizer, losses = make([a, b]), []
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = (x @ a.T @ b.T - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        stored.append({key for p in (a, b) for key in optimizer.state[p]})
+        return losses
+
+    stored: list[set[str]] = []
+    options = {"lr": case.spec.adapter_lr, "weight_decay": 0.0}
+    reference = run(lambda params: case.namesake(params, **options))
+    losses = run(lambda params: case.create(params, **options))
+    assert "exp_avg_codes" in stored[1] - stored[0]
+    assert "exp_avg" not in stored[1]
+    assert abs(losses[-1] - reference[-1]) < 0.05 * (reference[0] - reference[-1]), (losses[-1], reference[-1])
+
+
 def test_learned_map_is_as_good_as_gefens() -> None:
     """The same codebook component, learned at the first step; the second moment stays in the dynamic map."""
     params = parameters(shapes={"m": (64, 512)})
@@ -200,7 +228,7 @@ def test_beside_bitsandbytes(name: str) -> None:
 
 
 def test_rough_gradients_leave_us_nearer_to_adamw_than_bitsandbytes() -> None:
-    """It stores small second moments as 0, and the next step of such an element is divided by eps."""
+    """Its kernel for the CPU does not always choose the nearest level, most of all for second moments."""
     optim = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").optim
 
     def distance(cls: Any) -> float:

@@ -150,18 +150,22 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
 
 
-def infer(name: str, shape: tuple[int, ...], known: Attention, transposed: bool = False) -> Choice:
-    """The rule that a name, a shape and what is known about heads suggest; always one that fits the shape."""
+def infer(name: str, shape: tuple[int, ...], known: Attention, kind: str = "matrix") -> Choice:
+    """The rule that a name, a shape and what is known about heads suggest; always one that fits the shape.
+
+    Args:
+        kind: type of the module. GPT-2's linear layer in transformers, ``Conv1D``, keeps ``[inputs, outputs]``.
+    """
     if len(shape) < 2:
         return Choice("dense", f"{len(shape)}-dimensional")
+    transposed = kind == "Conv1D" and len(shape) == 2
     axis = "column" if transposed else "row"
     role = _role(name) if len(shape) == 2 else ""
-    neuron = Choice(axis, f"one for each {axis} (output neuron, channel or token)")
-    if not role:
-        return neuron
+    if not role or (role == "value" and known.value == "row"):
+        return Choice(axis, f"{role or kind}: one for each {axis}")
     lines, inputs = reversed(shape) if transposed else shape
     if role == "value":
-        return neuron if known.value == "row" else Choice(f"{axis}:{lines}", "value: one for the whole matrix")
+        return Choice(f"{axis}:{lines}", "value: one for the whole matrix")
     size = _head_size(role, lines, inputs, known)
     if size and role in ("query", "key") and lines % size == 0:
         return Choice(f"{axis}:{size}" if transposed else f"head:{size}", f"{role}: one for each head of {size}")
@@ -229,9 +233,7 @@ def _choices(model: nn.Module, known: Attention) -> Iterator[tuple[str, Choice]]
             name = plain_name(f"{prefix}.{key}" if prefix else key)
             parts = prefix.split(".") if prefix else []
             path = [modules[".".join(parts[:depth])] for depth in range(len(parts), -1, -1)]
-            # GPT-2's linear layers, in transformers, keep [inputs, outputs].
-            transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-            yield name, infer(name, tuple(p.shape), _attention(path, known), transposed)
+            yield name, infer(name, tuple(p.shape), _attention(path, known), type(module).__name__)
 
 
 def _attention(path: Sequence[nn.Module], known: Attention) -> Attention:
