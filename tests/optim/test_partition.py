@@ -208,7 +208,41 @@ def test_names_and_shapes_alone():
 def test_unnamed_parameters_of_any_shape():
     shapes = [(), (1,), (9,), (1, 1), (7, 5), (5, 3, 2), (2, 3, 4, 5), (0, 4), (4, 0), (1, 300), (300, 1)]
     optimizer = steps(daypack.AdamMini([Parameter(torch.zeros(shape)) for shape in shapes]))
-    assert list(rules(optimizer).values()) == ["dense"] * 3 + ["row"] * 8
+    assert list(rules(optimizer).values()) == ["dense"] * 3 + ["row"] * 4 + ["dense"] * 2 + ["row"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:AdamMini does not know the heads")
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "qkv", "query_key_value", "c_attn", "anything"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_heads": 4}, {"head_dim": 8}, {"num_heads": 4, "head_dim": 8}, {"value": "tensor"}]
+)
+def test_every_name_and_shape_gets_a_rule_that_fits(name, options):
+    shapes = [
+        (1, 1),
+        (1, 64),
+        (64, 1),
+        (8, 8),
+        (24, 8),
+        (96, 32),
+        (97, 31),
+        (7, 3),
+        (48, 32),
+        (0, 8),
+        (8, 0),
+        (3, 8, 8),
+        (8,),
+    ]
+    params = [(f"layers.{i}.{name}.weight", Parameter(torch.ones(shape))) for i, shape in enumerate(shapes)]
+    optimizer = steps(daypack.AdamMini(params, **options))
+    for entry in optimizer.partition_report().entries:
+        assert entry.blocks <= torch.Size(entry.shape).numel()
+    assert all((p != 1).all() for _, p in params)
+
+
+def test_every_module_and_shape_gets_a_rule_that_fits():
+    model = nn.ModuleDict({"q_proj": nn.Linear(8, 0), "value": nn.Linear(0, 8), "c_attn": Conv1D(24, 8)})
+    model.num_heads, model.head_dim = 2, 4
+    assert rules(steps(daypack.AdamMini(model, value="tensor")))["c_attn.weight"] == "column:8x4,8x4,8x8"
 
 
 def test_one_second_moment_for_the_whole_value_matrix():

@@ -35,7 +35,7 @@ class AdamMini(CompressedOptimizer):
     value, attention output, MLP, other         a row (a column of GPT-2's transposed ``Conv1D``): an output
     matrices, convolutions, experts             neuron, a channel
     embedding, output head                      a row: a token
-    vector, scalar                              none; so a model flattened to vectors (ZeRO, FSDP1) saves nothing
+    vector, scalar                              none (a model flattened by ZeRO or FSDP1 saves nothing)
     ==========================================  =============================================================
 
     The state holds one fp32 number per row, ``exp_avg_sq_row`` (or column, ``exp_avg_sq_col``), and each row holds the

@@ -156,8 +156,8 @@ def infer(name: str, shape: tuple[int, ...], known: Attention, kind: str = "matr
     Args:
         kind: type of the module. GPT-2's linear layer in transformers, ``Conv1D``, keeps ``[inputs, outputs]``.
     """
-    if len(shape) < 2:
-        return Choice("dense", f"{len(shape)}-dimensional")
+    if len(shape) < 2 or 0 in shape:
+        return Choice("dense", f"{len(shape)}-dimensional" if 0 not in shape else "empty")
     transposed = kind == "Conv1D" and len(shape) == 2
     axis = "column" if transposed else "row"
     role = _role(name) if len(shape) == 2 else ""
@@ -191,7 +191,7 @@ def _head_size(role: str, lines: int, inputs: int, known: Attention) -> int | No
 def _fused(role: str, lines: int, size: int, heads: int, value: str) -> str:
     """Segments of a weight that holds query, key and value; "" if its lines do not add up to such."""
     shared, rest = divmod(lines - heads * size, 2 * size)  # key heads, as many value heads
-    if rest or shared < 1 or heads % shared:
+    if rest or shared < 1 or heads < 1 or heads % shared:
         return ""
     queries, keys = (heads, shared) if role == "fused" else (heads // shared, 1)
     keys *= size
