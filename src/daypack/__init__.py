@@ -2,7 +2,9 @@
 
 from torch.optim import SGD, Adam, AdamW
 
+from daypack.optim.adam_mini import AdamMini
 from daypack.optim.base import materialize_state
+from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from daypack.optim.gefen import Gefen
 from daypack.optim.groups import param_groups
 from daypack.optim.registry import create, names
@@ -13,8 +15,13 @@ __version__ = "0.1.0"
 __all__ = [
     "SGD",
     "Adam",
+    "Adam8bit",
+    "AdamMini",
     "AdamW",
+    "AdamW8bit",
     "Gefen",
+    "Lion8bit",
+    "SGD8bit",
     "create",
     "estimate_state",
     "materialize_state",

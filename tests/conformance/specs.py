@@ -5,6 +5,7 @@ A new optimizer joins by registering in `daypack`: without a declaration here it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import daypack
+
+from ..reference.lion import Lion
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -28,6 +31,8 @@ class Spec:
         ours: False for torch's own classes, to which we add nothing.
         otherwise: scenario (test name without ``test_``) -> why it is not expected of this optimizer.
         lr: a learning rate at which it moves visibly in a few steps.
+        fit_lr: one at which it fits a small regression in 150 steps, and `adapter_lr` a LoRA pair in 60.
+        shares_v: whether elements share a second moment so that one of them may step by another size than the rate.
         bytes_per_param: upper bound on a layer of hidden size 1024, everything counted, for each variant.
     """
 
@@ -37,6 +42,9 @@ class Spec:
     ours: bool = True
     otherwise: Mapping[str, str] = field(default_factory=dict)
     lr: float = 1e-2
+    fit_lr: float = 3e-3
+    adapter_lr: float = 1e-2
+    shares_v: bool = False
     bytes_per_param: Mapping[str, float] = field(default_factory=lambda: {"": 1.02})
 
 
@@ -77,6 +85,14 @@ TORCH = {
     "step_leaves_the_gradient_alone": "torch's Adam may add weight decay in place",
 }
 
+NO_SECOND_MOMENT = {
+    "zero_gradient_at_rate_zero_is_a_step_once_training_began": "there is no second moment to see decay",
+}
+PROPORTIONAL = {
+    "half_precision_survives_zero_and_small_gradients": "a step is as small as its gradient",
+    "huge_and_tiny_gradients": "a step is as large as its gradient",
+}
+
 SPECS = {
     spec.name: spec
     for spec in (
@@ -86,6 +102,33 @@ SPECS = {
             variants={"factored": {"second_moment": "factored"}, "blocks": {"second_moment": "blocks"}},
             # Blocks of 256 cost 4 + 2 bytes a block: 1.023, and their kind is not the default.
             bytes_per_param={"factored": 1.02, "blocks": 1.03},
+        ),
+        Spec("adamw8bit", namesake=torch.optim.AdamW, bytes_per_param={"": 2.05}),
+        Spec("adam8bit", namesake=torch.optim.Adam, bytes_per_param={"": 2.05}),
+        Spec(
+            "sgd8bit",
+            namesake=torch.optim.SGD,
+            variants={"": {"momentum": 0.9}},
+            otherwise=NO_SECOND_MOMENT | PROPORTIONAL,
+            lr=1e-1,
+            fit_lr=0.3,
+            adapter_lr=0.5,
+            bytes_per_param={"": 1.03},
+        ),
+        Spec(
+            "lion8bit",
+            namesake=Lion,
+            otherwise=NO_SECOND_MOMENT,
+            fit_lr=3e-4,
+            adapter_lr=3e-3,
+            bytes_per_param={"": 1.03},
+        ),
+        Spec(
+            "adam_mini",
+            namesake=torch.optim.AdamW,
+            variants={"": {}, "8bit": {"bits": 8}},
+            shares_v=True,
+            bytes_per_param={"": 4.02, "8bit": 1.03},
         ),
         Spec("adamw", namesake=torch.optim.AdamW, ours=False, otherwise=TORCH, bytes_per_param={"": 8.01}),
         Spec("adam", namesake=torch.optim.Adam, ours=False, otherwise=TORCH, bytes_per_param={"": 8.01}),
@@ -97,6 +140,8 @@ SPECS = {
             otherwise=TORCH
             | {"state_travels_through_getter_and_setter": "torch's setter wants at least one state tensor"},
             lr=1e-1,
+            fit_lr=0.3,
+            adapter_lr=0.5,
             bytes_per_param={"plain": 0.0, "momentum": 4.01},
         ),
     )
@@ -116,6 +161,25 @@ class Case:
 
     def create(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
         return daypack.create(self.spec.name, params, **{"lr": self.spec.lr, **self.options, **options})
+
+    def namesake(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+        """The namesake with the same options, as far as it has them."""
+        known = inspect.signature(self.spec.namesake.__init__).parameters
+        shared = {key: value for key, value in self.options.items() if key in known}
+        return self.spec.namesake(params, **{"lr": self.spec.lr, **shared, **options})
+
+    def takes(self, option: str) -> bool:
+        """Whether the constructor has this option."""
+        return option in inspect.signature(type(self.create([torch.zeros(1)])).__init__).parameters
+
+    @property
+    def coupled(self) -> bool:
+        """Whether weight decay is part of the gradient."""
+        return self.spec.namesake in (torch.optim.Adam, torch.optim.SGD)
+
+    @property
+    def shares_v(self) -> bool:
+        return self.spec.shares_v or self.label == "blocks"
 
 
 def _cases() -> list[Case]:

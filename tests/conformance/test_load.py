@@ -93,7 +93,7 @@ def test_one_bad_tensor_leaves_everything_as_it_was(case: Case) -> None:
             damage(file["state"][index])
             refuse(optimizer, params, file, name)
             count += 1
-    assert count >= 20
+    assert count >= (20 if case.spec.name not in ("sgd8bit", "lion8bit") else 12)  # one moment only
 
 
 @crossed
@@ -119,7 +119,7 @@ def test_damaged_state_is_refused(case: Case) -> None:
             spoil(key, lambda t: t.copy_(t.flip(0)))
             spoil(key, lambda t: t[3].fill_(float("nan")))
             spoil(key, lambda t: t.zero_())  # "Not learned yet" beside codes that were.
-        elif key.endswith("_scale") or "_sq" in key:
+        elif (key.endswith("_scale") or "_sq" in key) and matrix[key].is_floating_point():
             spoil(key, lambda t: t.view(-1)[0].fill_(-1))
             spoil(key, lambda t: t.view(-1)[-1].fill_(float("nan")))
 
@@ -209,7 +209,7 @@ def test_structure_of_the_file_wins_or_is_refused(case: Case) -> None:
         assert_same(state_of(optimizer, mine), state_of(source, params), str(options))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.spec.ours], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.spec.name == "gefen"], ids=str)
 def test_codes_without_their_codebook_are_refused(case: Case) -> None:
     """Codes read against a codebook learned anew would be noise."""
     source, params = trained(case)

@@ -49,7 +49,9 @@ def test_bytes_per_parameter(case: Case, hidden: int) -> None:
     numel = sum(p.numel() for p in params.values())
     held = state_bytes(optimizer)
     bound = case.spec.bytes_per_param[case.label]
-    assert held <= (1.06 if case.spec.ours and hidden == 256 else bound + (hidden == 256) * 0.01) * numel
+    if hidden == 256:
+        bound = max(1.06, bound + 0.01) if case.spec.ours else bound + 0.01
+    assert held <= bound * numel
     report = daypack.state_report(optimizer)
     numbers = sum(isinstance(v, (int, float)) for state in optimizer.state.values() for v in state.values())
     assert report.total_bytes == held + 8 * numbers

@@ -32,4 +32,4 @@ def test_every_exception_is_about_a_scenario_and_has_a_reason() -> None:
     for spec in SPECS.values():
         assert set(spec.otherwise) <= known, set(spec.otherwise) - known
         assert all(len(reason.split()) > 2 for reason in spec.otherwise.values())
-        assert not (spec.ours and spec.otherwise), "ours have no exceptions"
+        assert len(spec.otherwise) <= 3 or not spec.ours, "ours have few exceptions"

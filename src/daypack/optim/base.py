@@ -75,7 +75,8 @@ class CompressedOptimizer(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked whole first, so that a refused group leaves the optimizer as it was."""
         where = f"parameter group {len(self.param_groups)}"
-        self.check_options({**self.defaults, **param_group}, where)
+        options = {**self.defaults, **param_group}
+        self.check_options(options, where)
         params = param_group["params"]
         if not isinstance(params, (Tensor, set)):  # torch wraps the one and refuses the other
             params = param_group["params"] = list(params)
@@ -83,7 +84,10 @@ class CompressedOptimizer(Optimizer):
                 name, p = entry if isinstance(entry, tuple) else (f"{i} of {where}", entry)
                 if isinstance(p, Tensor):
                     check_param(p, str(name))
+                    self.plan(p.shape, p.dtype, options, str(name))
         super().add_param_group(param_group)
+        # Saved with the group: state that has the same layout under another rule is not taken for this one's.
+        param_group["rule"] = self.plan(torch.Size((0,)), torch.float32, param_group, "").rule.name
 
     def _params(self) -> Iterator[tuple[Group, str, Tensor]]:
         """Group, name and tensor of every parameter. Read anew at each step: wrappers replace what groups hold."""

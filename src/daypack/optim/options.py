@@ -42,21 +42,39 @@ def check_adamw(group: Group, where: str) -> None:
     Raises:
         ValueError: an option is missing, is of the wrong type or out of range, or is not supported.
     """
-    for option in ("lr", "eps", "weight_decay"):
-        if number(_get(group, option, where), option, where) < 0:
+    check_not_negative(group, ("lr", "eps", "weight_decay"), where)
+    check_betas(group, where)
+    check_flags(group, FLAGS, where)
+
+
+def check_number(group: Group, option: str, where: str) -> float:
+    return number(_get(group, option, where), option, where)
+
+
+def check_not_negative(group: Group, options: Sequence[str], where: str) -> None:
+    for option in options:
+        if check_number(group, option, where) < 0:
             raise ValueError(f"{option} of {where} must not be negative, got {group[option]!r}")
+
+
+def check_betas(group: Group, where: str) -> None:
+    """``betas`` are two numbers in [0, 1)."""
     betas = _get(group, "betas", where)
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ValueError(f"betas of {where} must be two numbers in [0, 1), got {betas!r}")
     for beta in betas:
         if not 0 <= number(beta, "betas", where) < 1:
             raise ValueError(f"betas of {where} must lie in [0, 1), got {betas!r}")
-    for option in FLAGS:
+
+
+def check_flags(group: Group, flags: Sequence[str], where: str) -> None:
+    """``flags`` are True or False, those of `UNSUPPORTED` False; ``foreach`` and ``fused`` may be None as well."""
+    for option in flags:
         value = _get(group, option, where)
         if not isinstance(value, bool):
             raise ValueError(f"{option} of {where} must be True or False, got {value!r}")
         if value and option in UNSUPPORTED:
-            raise ValueError(f"{option}=True of {where} is not supported; leave it False or use torch.optim.AdamW")
+            raise ValueError(f"{option}=True of {where} is not supported; leave it False or use torch's own optimizer")
     for option in ("foreach", "fused"):
         value = _get(group, option, where)
         if value is not None and not isinstance(value, bool):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from daypack.optim.adam_mini import AdamMini
+from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from daypack.optim.gefen import Gefen
 
 REGISTRY: dict[str, type[Optimizer]] = {
@@ -15,6 +17,11 @@ REGISTRY: dict[str, type[Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "gefen": Gefen,
+    "adam8bit": Adam8bit,
+    "adamw8bit": AdamW8bit,
+    "sgd8bit": SGD8bit,
+    "lion8bit": Lion8bit,
+    "adam_mini": AdamMini,
 }
 
 

@@ -116,6 +116,7 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
             f"{type(optimizer).__name__} decouples it (AdamW); load it into the optimizer that saved it"
         )
+    group.setdefault("rule", live.get("rule"))
     for option in optimizer.defaults:
         group.setdefault(option, live[option])
     optimizer.check_options(group, f"parameter group {index} of the state_dict")
@@ -137,6 +138,11 @@ def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
     plan, view = optimizer.plan(param.shape, param.dtype, group, name), geometry(tuple(param.shape))
+    if group["rule"] not in (None, plan.rule.name):
+        raise ValueError(
+            f"the state of parameter {name} was saved under the rule {group['rule']!r}, {type(optimizer).__name__} "
+            f"steps by {plan.rule.name!r}; load it into the optimizer that saved it"
+        )
     specs = specs_of(param, plan)
     expected = {"step", *specs}
     for key in [key for key in specs if key in entry]:  # compared before the sets of keys: a wrong shape tells more
