@@ -164,7 +164,8 @@ def test_bad_values_of_our_options_are_refused(case: Case, option: str) -> None:
 def test_strings_are_refused(case: Case) -> None:
     """Launchers pass what they read from a command line: a clear refusal at construction, not an error in a step."""
     wrong = {"lr": "1e-3", "betas": "(0.9, 0.99)", "eps": "1e-8", "weight_decay": "0", "maximize": "False"}
-    for option, text in wrong.items():
+    known = case.create(parameters().values()).defaults
+    for option, text in wrong.items() if "betas" in known else (wrong.items() - {("betas", "(0.9, 0.99)")}):
         with pytest.raises(ValueError, match=option):
             case.create(parameters().values(), **{option: text})
 
@@ -174,7 +175,10 @@ def test_bad_values_set_later_are_refused(case: Case) -> None:
     """A scheduler pushes a beta to 1, someone types a rate: the step says so and changes nothing."""
     wrongs = [(key, value) for key, list_ in BAD.items() for value in list_]
     wrongs += [("lr", "0.1"), ("betas", "(0.9, 0.99)"), ("amsgrad", True), ("capturable", True)]
+    has_betas = "betas" in case.create(parameters().values()).defaults
     for key, wrong in wrongs:
+        if key == "betas" and not has_betas:
+            continue
         params = parameters(shapes={"matrix": (24, 520), "vector": (9,)})
         vector = params.pop("vector")
         optimizer = case.create([{"params": params.items()}, {"params": [("vector", vector)]}])
@@ -311,6 +315,8 @@ def test_bad_group_leaves_the_optimizer_as_it_was(case: Case) -> None:
         {"params": {new}},
         {"params": [new], "amsgrad": True},
     ):
+        if "betas" in group and "betas" not in optimizer.defaults:
+            continue
         with pytest.raises((ValueError, TypeError)):
             optimizer.add_param_group(copy.copy(group))
         assert_same(snapshot(optimizer, params), before)
@@ -323,8 +329,9 @@ def test_tensor_options(case: Case) -> None:
     """A tensor as learning rate or beta is the number in it, is read at each step, and stays the caller's tensor."""
     numbers, others = parameters(), parameters()
     lr, beta = torch.tensor(0.015625), torch.tensor(0.5)
-    tensor = case.create(numbers.values(), lr=lr, betas=(beta, 0.875))
-    number = case.create(others.values(), lr=0.015625, betas=(0.5, 0.875))
+    betas = "betas" in case.create(parameters().values()).defaults
+    tensor = case.create(numbers.values(), lr=lr, **({"betas": (beta, 0.875)} if betas else {}))
+    number = case.create(others.values(), lr=0.015625, **({"betas": (0.5, 0.875)} if betas else {}))
     train(tensor, numbers, range(2))
     train(number, others, range(2))
     assert_same(values(numbers), values(others))

@@ -60,7 +60,7 @@ def test_every_number_of_elements(case: Case, numel: int) -> None:
                 t.numel() * t.element_size() for t in optimizer.state[params[name]].values() if torch.is_tensor(t)
             )
             assert held <= 8 * numel + 4, name  # never more than AdamW
-        if numel >= 4095:
+        if numel >= 4095 and 1 < case.spec.bytes_per_param[case.label] < 1.1:
             # One row: a byte of code, a scale per 256, a column mean per element; and the codebook.
             assert held_by(optimizer, params["row"]) < 5.1 * numel + 1100
             assert optimizer.state[params["row"]]["exp_avg_codes"].shape == (1, numel)
@@ -112,6 +112,8 @@ def test_strides_do_not_matter(case: Case, kind: str, grads: str) -> None:
             wanted = reference.state[plain[name]][key]
             if key.startswith("exp_avg_sq") and torch.is_tensor(value):
                 torch.testing.assert_close(value, wanted, rtol=1e-5, atol=0)
+            elif key in ("exp_avg", "basis"):  # Other kernels, and the sums in a basis, differ in the last place.
+                torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
             else:
                 assert_same(value, wanted, f"{name} {key}")
 
@@ -300,10 +302,11 @@ def test_any_shape_trains_saves_and_resumes(case: Case, dims: list[int], dtype: 
     if dims:
         dims[-1] = min(dims[-1] * (1, 7, 16, 100)[wide], 3000)
     params = parameters(dtype, {"p": tuple(dims), "anchor": (16, 256)})
-    optimizer = case.create(params.values(), block_size=64)
+    blocks = {"block_size": 64} if "block_size" in case.create(params.values()).defaults else {}
+    optimizer = case.create(params.values(), **blocks)
     train(optimizer, params, range(2))
     mine = clone(params)
-    other = case.create(mine.values(), block_size=64)
+    other = case.create(mine.values(), **blocks)
     other.load_state_dict(through_file(optimizer.state_dict()))
     train(optimizer, params, [2])
     train(other, mine, [2])

@@ -111,7 +111,7 @@ def _choose(update: Update) -> Kernel:
     fused = {"native": True, "reference": False}.get(_forced.get() or "", update.group["fused"])
     if fused is False:
         return "reference"
-    refused = native.refusal(update)
+    refused = "no native kernel steps through a projection" if update.plan.projection else native.refusal(update)
     if refused and fused:
         raise ValueError(
             f"fused=True, but {refused} (parameter {update.name}); use fused=None (the fastest available) or "

@@ -12,8 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from daypack.formats.base import Chunk, accumulator, chunks, read, write_
-from daypack.update import Elements, Hyper, Update
+from daypack.formats.base import Chunk, accumulator, chunks, geometry, read, write_
+from daypack.projection import Projection, stepped
+from daypack.update import Elements, Hyper, Norms, Update
 
 
 def _gradient(update: Update, chunk: Chunk, hyper: Hyper) -> Tensor:
@@ -38,8 +39,9 @@ def _hyper(update: Update, step: int) -> Hyper:
 
 def is_zero(update: Update) -> bool:
     """Whether every element of the gradient is zero."""
+    view = geometry(tuple(update.grad.shape))
     # Chunk by chunk, because any() of the whole would allocate a byte for each of its elements.
-    return not any(bool(read(update.grad, update.view, chunk).any()) for chunk in chunks(update.view))
+    return not any(bool(read(update.grad, view, chunk).any()) for chunk in chunks(view))
 
 
 def observe(update: Update) -> Tensor:
@@ -48,6 +50,9 @@ def observe(update: Update) -> Tensor:
     Returns:
         The sum of g^2, 0-dim. It is not finite if the gradient is not, or if a statistic of g^2 would overflow.
     """
+    if update.plan.projection:
+        # The projected gradient is no longer than the gradient. Its own statistics are taken when it is stepped.
+        return update.plan.projection.squared(update.grad)
     form, hyper = update.plan.exp_avg_sq, _hyper(update, update.steps + 1)
     total = torch.zeros((), dtype=accumulator(update.param.dtype), device=update.param.device)
     update.sums = form.sums(update.state, "exp_avg_sq", update.view, like=total) if form else ()
@@ -62,16 +67,19 @@ def observe(update: Update) -> Tensor:
 def apply(update: Update) -> None:
     """Second pass: the step count, both moments, the rule, decoupled decay and one rounding of the parameter."""
     plan, state, view = update.plan, update.state, update.view
+    if plan.projection:
+        _apply_projected(update, plan.projection)
+        return
     state["step"] += 1
     hyper = _hyper(update, update.steps)
     m_form, v_form = plan.exp_avg, plan.exp_avg_sq
     if v_form and v_form.statistics:
         v_form.combine(state, "exp_avg_sq", view, update.sums, hyper.beta2)
     elements = _reader(update, hyper)
-    factor = _factor(update, hyper, elements)
+    norms = _norms(update, hyper, elements)
     for chunk in _chunks(update):
         x = elements(chunk)
-        direction, m = plan.rule.direction(x, hyper, factor)
+        direction, m = plan.rule.direction(x, hyper, norms)
         write_(update.param, view, chunk, (x.p * (1 - hyper.shrink)).sub_(direction, alpha=hyper.lr))
         # The update reads fresh moments; the stored ones, rounded, only matter to the next step.
         if v_form and not v_form.statistics:
@@ -96,15 +104,27 @@ def _reader(update: Update, hyper: Hyper) -> Callable[[Chunk], Elements]:
     return elements
 
 
-def _factor(update: Update, hyper: Hyper, elements: Callable[[Chunk], Elements]) -> float:
-    """The scale of the whole tensor where the rule has one: a pass of its own over all elements."""
-    rule = update.plan.rule
-    if rule.measured is None or rule.factor is None:
-        return 1.0
+def _norms(update: Update, hyper: Hyper, elements: Callable[[Chunk], Elements]) -> Norms | None:
+    """Norms over the whole tensor where the rule wants them: a pass of its own over all elements."""
+    measured = update.plan.rule.measured
+    if measured is None:
+        return None
     squares = torch.zeros(2, dtype=torch.float64, device=update.param.device)
     for chunk in _chunks(update):
         x = elements(chunk)
-        for i, tensor in enumerate((x.p, rule.measured(x, hyper))):
-            squares[i] += tensor.square().sum(dtype=torch.float64)
-    param, measured = squares.sqrt_().tolist()
-    return rule.factor(param, measured, update.param.numel(), hyper)
+        squares[0] += x.p.square().sum(dtype=torch.float64)
+        squares[1] += measured(x, hyper).square().sum(dtype=torch.float64)
+    param, norm = squares.sqrt_().tolist()
+    return Norms(param, norm, update.param.numel())
+
+
+def _apply_projected(update: Update, projection: Projection) -> None:
+    """Step a low-rank stand-in of the parameter, and bring where it went back to the parameter."""
+    # An all-zero gradient has no directions to offer, and does not use the basis up.
+    served = not is_zero(update)
+    low = stepped(update) if served else projection.stand_in(update)
+    observe(low)
+    apply(low)
+    projection.write_back_(update, low.param)
+    if served:
+        update.state["basis_left"].sub_(1).clamp_(min=0)

@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from daypack.formats.base import State, geometry
+from daypack.formats.base import State
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.kernels import dispatch, reference
 from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
 from daypack.optim.options import Group, check_gradient, check_param, param_name
+from daypack.projection import stepped
+from daypack.sharding import is_flat_partition
 from daypack.update import ParamPlan, Update
 
 #: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
@@ -34,11 +36,14 @@ class CompressedOptimizer(Optimizer):
     training needs stands in ``state`` and ``param_groups`` and is saved by `state_dict`.
 
     Attributes:
+        partition_caveat: what this optimizer does otherwise with a flat piece of other parameters (ZeRO, FSDP1), where
+            it needs whole ones; None where it treats every element alike.
         structural: options that decide how state is stored; with a loaded checkpoint they come from it.
         skipped: how often each parameter was passed over because its gradient was not finite, in this process.
     """
 
     structural: tuple[str, ...] = ()
+    partition_caveat: str | None = None
     skipped: Counter[str]
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
@@ -48,6 +53,10 @@ class CompressedOptimizer(Optimizer):
             name: the parameter's name where it has one, for optimizers that know rules for names.
         """
         raise NotImplementedError
+
+    def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
+        """What to tell the user about a parameter whose state is about to be created; None: nothing is unexpected."""
+        return self.partition_caveat if is_flat_partition(param) else None
 
     def check_options(self, group: Group, where: str) -> None:
         """Raise ValueError if an option in ``group`` cannot be used; ``where`` says whose options they are."""
@@ -167,11 +176,8 @@ class CompressedOptimizer(Optimizer):
             if p.grad is None:
                 continue
             check_gradient(p, p.grad, name)
-            state, plan, view = (
-                self.state.get(p, {}),
-                self.plan(p.shape, p.dtype, group, name),
-                geometry(tuple(p.shape)),
-            )
+            state, plan = self.state.get(p, {}), self.plan(p.shape, p.dtype, group, name)
+            view = plan.view(p.shape)
             if state:
                 saved.check_layout(self, name, p, plan, state)
             for moment, form in plan.moments if state else ():
@@ -220,15 +226,20 @@ class CompressedOptimizer(Optimizer):
 
         `torch.distributed.checkpoint` needs it before it can load into a fresh optimizer.
         """
+        caveats: dict[str, list[str]] = defaultdict(list)
         for group, name, p in self._params():
             if (p.requires_grad or p.grad is not None) and p not in self.state:
-                view = geometry(tuple(p.shape))
+                caveats[self.caveat(p, group, name) or ""].append(name)
+                plan = self.plan(p.shape, p.dtype, group, name)
                 state: State = self.state[p]
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for moment, form in self.plan(p.shape, p.dtype, group, name).moments:
-                    for spec in form.components(view, p.dtype):
+                for moment, form in plan.moments:
+                    for spec in form.components(plan.view(p.shape), p.dtype):
                         device = spec.device(p.device)
                         state[moment + spec.suffix] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        for caveat, names in caveats.items():
+            if caveat:
+                warnings.warn(f"{type(self).__name__} {caveat}: {', '.join(names)}", stacklevel=3)
 
     # ----------------------------------------------------------- calibration
 
@@ -246,7 +257,7 @@ class CompressedOptimizer(Optimizer):
         self._learn_codebook([(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockQuantized)])
         resized = [(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockMean)]
         for update, moment, form in resized:
-            form.resize_(update.state, moment, update.view, dispatch.find_block_size(update))
+            form.resize_(update.state, moment, update.view, dispatch.find_block_size(stepped(update)))
         work.attach()
         if resized:
             work.observe()  # their blocks are others now
@@ -259,7 +270,7 @@ class CompressedOptimizer(Optimizer):
             return
         levels = self._known_codebook()
         if levels is None:
-            counts = sum(dispatch.histogram(update, form.block_size) for update, _, form in coded)
+            counts = sum(dispatch.histogram(stepped(update), form.block_size) for update, _, form in coded)
             levels = dispatch.learn(cast(Tensor, counts), coded[0][2].block_size)
         for update, moment, _ in coded:
             update.state[moment + "_codebook"].copy_(levels)
@@ -300,8 +311,9 @@ class CompressedOptimizer(Optimizer):
             self.state = live
         keys = [key for group in packed["param_groups"] for key in group["params"]]
         for key, (group, name, p) in zip(keys, self._params(), strict=True):
-            for moment, form in self.plan(p.shape, p.dtype, group, name).moments if p in live else ():
-                packed["state"][key] = {**packed["state"][key], **form.save(live[p], moment, geometry(tuple(p.shape)))}
+            plan = self.plan(p.shape, p.dtype, group, name)
+            for moment, form in plan.moments if p in live else ():
+                packed["state"][key] = {**packed["state"][key], **form.save(live[p], moment, plan.view(p.shape))}
         return packed
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -335,10 +347,13 @@ class CompressedOptimizer(Optimizer):
                 for key, value in entry.items():
                     if isinstance(value, saved.Keep):
                         entry[key] = value.copy(p.device)
-                for moment, form in self.plan(p.shape, p.dtype, group, param_name(group, g, i)).moments:
-                    form.load_(entry, moment, geometry(tuple(p.shape)))
+                plan = self.plan(p.shape, p.dtype, group, param_name(group, g, i))
+                for moment, form in plan.moments:
+                    form.load_(entry, moment, plan.view(p.shape))
         self.__dict__.setdefault("skipped", Counter())
+        defaults = dict(state.get("defaults") or self.defaults)
         super().__setstate__(state)
+        self.defaults = defaults  # torch adds an option that a constructor may not have
 
 
 def materialize_state(optimizer: Optimizer) -> None:

@@ -42,17 +42,26 @@ def check_adamw(group: Group, where: str) -> None:
     Raises:
         ValueError: an option is missing, is of the wrong type or out of range, or is not supported.
     """
-    for option in ("lr", "eps", "weight_decay"):
-        if number(_get(group, option, where), option, where) < 0:
-            raise ValueError(f"{option} of {where} must not be negative, got {group[option]!r}")
+    check_common(group, where)
+    check_not_negative(group, "eps", where)
     betas = _get(group, "betas", where)
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ValueError(f"betas of {where} must be two numbers in [0, 1), got {betas!r}")
     for beta in betas:
         if not 0 <= number(beta, "betas", where) < 1:
             raise ValueError(f"betas of {where} must lie in [0, 1), got {betas!r}")
+
+
+def check_common(group: Group, where: str) -> None:
+    """Check what every optimizer of ours has: learning rate, decay, flags, kernel choice.
+
+    Raises:
+        ValueError: an option is missing, is of the wrong type or out of range, or is not supported.
+    """
+    check_not_negative(group, "lr", where)
+    check_not_negative(group, "weight_decay", where)
     for option in FLAGS:
-        value = _get(group, option, where)
+        value = group.get(option, False) if option in UNSUPPORTED else _get(group, option, where)
         if not isinstance(value, bool):
             raise ValueError(f"{option} of {where} must be True or False, got {value!r}")
         if value and option in UNSUPPORTED:
@@ -61,6 +70,11 @@ def check_adamw(group: Group, where: str) -> None:
         value = _get(group, option, where)
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{option} of {where} must be None, True or False, got {value!r}")
+
+
+def check_not_negative(group: Group, option: str, where: str) -> None:
+    if number(_get(group, option, where), option, where) < 0:
+        raise ValueError(f"{option} of {where} must not be negative, got {group[option]!r}")
 
 
 def check_choice(group: Group, option: str, choices: Sequence[Any], where: str) -> None:

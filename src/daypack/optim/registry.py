@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from daypack.optim.adafactor import Adafactor
+from daypack.optim.galore import GaLore
 from daypack.optim.gefen import Gefen
+from daypack.optim.lamb import LAMB
 
 REGISTRY: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "gefen": Gefen,
+    "adafactor": Adafactor,
+    "lamb": LAMB,
+    "galore": GaLore,
 }
 
 

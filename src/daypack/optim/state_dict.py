@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from daypack.formats.base import State, geometry
+from daypack.formats.base import State
 from daypack.optim.options import Group, param_name
 from daypack.update import ParamPlan
 
 if TYPE_CHECKING:
     from daypack.optim.base import CompressedOptimizer
+
+
+#: Options that say how moments decay: state saved with one that the live optimizer lacks means something else.
+_DECAYS = ("betas", "beta2_decay", "momentum")
 
 
 class Keep:
@@ -100,6 +104,12 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
             f"{type(optimizer).__name__} decouples it (AdamW); load it into the optimizer that saved it"
         )
+    foreign = [option for option in _DECAYS if option in group and option not in optimizer.defaults]
+    if foreign:
+        raise ValueError(
+            f"parameter group {index} (from {param_name(live, index, 0)} on) of the state_dict does not belong to "
+            f"{type(optimizer).__name__}: it has the option {foreign[0]!r}; load it into the optimizer that saved it"
+        )
     for option in optimizer.defaults:
         group.setdefault(option, live[option])
     optimizer.check_options(group, f"parameter group {index} of the state_dict")
@@ -114,7 +124,8 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
-    plan, view = optimizer.plan(param.shape, param.dtype, group, name), geometry(tuple(param.shape))
+    plan = optimizer.plan(param.shape, param.dtype, group, name)
+    view = plan.view(param.shape)
     specs = {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
     expected = {"step", *specs}
     for key in [key for key in specs if key in entry]:  # compared before the sets of keys: a wrong shape tells more
@@ -145,7 +156,7 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
 
 def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
     """Refuse to step state that was laid out for another dtype or other options: they cannot change once it exists."""
-    view = geometry(tuple(param.shape))
+    view = plan.view(param.shape)
     for moment, form in plan.moments:
         for live, saved in zip(form.components(view, param.dtype), form.saved(view, param.dtype), strict=True):
             stored = state.get(moment + live.suffix)

@@ -8,7 +8,6 @@ from math import prod
 
 import torch
 
-from daypack.formats.base import geometry
 from daypack.optim.gefen import Gefen
 
 STEP_BYTES = 4  # one fp32 counter per parameter
@@ -48,8 +47,7 @@ def estimate_state(
     for shape in map(torch.Size, shapes):
         if any(size < 0 for size in shape):
             raise ValueError(f"a shape has sizes of at least 0, got {tuple(shape)}")
-        view = geometry(tuple(shape))
         plan = optimizer.plan(shape, dtype, optimizer.param_groups[0], "")
         elements += prod(shape)
-        total += STEP_BYTES + sum(spec.nbytes for _, form in plan.moments for spec in form.components(view, dtype))
+        total += STEP_BYTES + plan.nbytes(shape, dtype)
     return StateEstimate(elements, total)
