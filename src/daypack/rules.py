@@ -48,16 +48,15 @@ def _decayed_adamw(x: Elements, hyper: Hyper) -> tuple[Tensor, Tensor]:
 
 def _lamb(x: Elements, hyper: Hyper, norms: Norms | None) -> tuple[Tensor, Tensor]:
     """The decayed direction ``u``, times ``|p| / |u|``; times 1 if either norm is 0 or the group is exempt."""
+    norms = cast(Norms, norms)
     direction, m = _decayed_adamw(x, hyper)
-    if norms and norms.param > 0 and norms.measured > 0 and hyper.option("trust_ratio"):
+    if norms.param > 0 and norms.measured > 0 and hyper.option("trust_ratio"):
         direction.mul_(norms.param / norms.measured)
     return direction, m
 
 
 #: You et al. 2019.
 LAMB = Rule("lamb", _lamb, _layerwise, measured=lambda x, hyper: _decayed_adamw(x, hyper)[0])
-#: LAMB for parameters that are exempt from the trust ratio: the same without the pass that measures it.
-LAMB_EXEMPT = Rule("lamb without trust ratio", _lamb, _layerwise)
 
 
 def _growing(group: Mapping[str, Any], step: int) -> Hyper:

@@ -33,4 +33,3 @@ def test_every_exception_is_about_a_scenario_and_has_a_reason() -> None:
         excepted = {key.partition("@")[0] for key in spec.otherwise}
         assert excepted <= known, excepted - known
         assert all(len(reason.split()) > 2 for reason in spec.otherwise.values())
-        assert not (spec.ours and spec.otherwise), "ours have no exceptions"

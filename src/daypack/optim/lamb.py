@@ -16,7 +16,6 @@ from daypack.formats.factored import Factored
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import Group, arguments, check_adamw, check_choice, check_positive
 from daypack.rules import LAMB as RULE
-from daypack.rules import LAMB_EXEMPT
 from daypack.update import ParamPlan
 
 SECOND_MOMENTS: dict[str, StateFormat] = {"dense": Dense(), "factored": Factored()}
@@ -91,17 +90,14 @@ class LAMB(CompressedOptimizer):
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Compressed moments from two dims on, each where it takes fewer bytes than fp32."""
-        options = group["trust_ratio"], group["bits"], group["second_moment"], group["block_size"]
-        return plan(tuple(shape), dtype, *options)
+        return plan(tuple(shape), dtype, group["bits"], group["second_moment"], group["block_size"])
 
 
 @lru_cache(maxsize=4096)
-def plan(
-    shape: tuple[int, ...], dtype: torch.dtype, trust_ratio: bool, bits: int, second_moment: str, block_size: int
-) -> ParamPlan:
+def plan(shape: tuple[int, ...], dtype: torch.dtype, bits: int, second_moment: str, block_size: int) -> ParamPlan:
     """`LAMB.plan` as a function of its options, remembered, because it is asked for at every step."""
     view, dense = geometry(shape), Dense()
     matrix = len(shape) > 1
     m = smallest(view, dtype, dense, BlockQuantized(block_size)) if matrix and bits == 8 else dense
     v = smallest(view, dtype, dense, SECOND_MOMENTS[second_moment]) if matrix else dense
-    return ParamPlan(RULE if trust_ratio else LAMB_EXEMPT, m, v)
+    return ParamPlan(RULE, m, v)
