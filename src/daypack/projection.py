@@ -113,7 +113,7 @@ class Projection(StateFormat):
         """The low-rank parameter to step in place of ``update``'s, with its gradient; it does not decay."""
         real, upright = accumulator(update.param.dtype), self._upright(update.grad)
         param = torch.zeros(self.low, dtype=real, device=update.param.device)
-        param.grad, basis = torch.empty_like(param), update.state["basis"]
+        param.grad, basis = torch.empty_like(param), update.state["basis"].to(param.device)
         for part in self._parts():
             self._upright(param.grad)[part] = upright[part].to(real) @ basis
         group = {**update.group, "weight_decay": 0.0}

@@ -140,7 +140,7 @@ SPECS = {
             "galore",
             namesake=torch.optim.AdamW,
             variants={
-                "whole": {"inner": "gefen"},
+                "whole": {"inner": "gefen", "placement": "paged"},
                 "low": {"rank": 4, "update_proj_gap": 2, "scale": 1.0},
             },
             otherwise=GALORE,

@@ -98,10 +98,14 @@ class Work:
                 reference.apply(self.updates[i])
         return finite
 
-    def apply(self, admitted: NDArray[np.bool_]) -> None:
-        """Second pass over the updates marked by ``admitted``: steps, moments, rule, decay and parameters."""
+    def apply(self, admitted: NDArray[np.bool_], last: bool = True) -> None:
+        """Second pass over the updates marked by ``admitted``: steps, moments, rule, decay and parameters.
+
+        Args:
+            last: no other updates of this step will follow.
+        """
         if self._batch is not None:
-            self._batch.apply(admitted[self._native])
+            self._batch.apply(admitted[self._native], last)
         for i in self._rest:
             if admitted[i]:
                 reference.apply(self.updates[i])

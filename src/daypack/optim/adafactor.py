@@ -58,6 +58,9 @@ class Adafactor(CompressedOptimizer):
         scale_parameter: True scales the step by ``max(eps[1], RMS(p))``, as torch does; False does not.
         fused: None or False the torch reference; True an error, for there is no fused kernel yet.
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
+        placement: ``"paged"`` keeps state outside the device's memory and brings it in for each parameter's turn: from
+            memory-mapped files for parameters on a CPU (POSIX only), from pinned host memory on CUDA; docs/memory.md.
+        spill_dir: directory of the memory-mapped files; None for the system's temporary directory.
 
     Raises:
         ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
@@ -90,6 +93,8 @@ class Adafactor(CompressedOptimizer):
         scale_parameter: bool = True,
         fused: bool | None = None,
         nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 

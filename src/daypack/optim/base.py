@@ -21,6 +21,7 @@ from daypack.kernels import dispatch, reference
 from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
 from daypack.optim.options import Group, check_gradient, check_param, param_name
+from daypack.placement.schedule import Placements
 from daypack.projection import stepped
 from daypack.sharding import is_flat_partition
 from daypack.update import ParamPlan, Update
@@ -78,6 +79,7 @@ class CompressedOptimizer(Optimizer):
         self._work: Work | None = None
         self._work_key: tuple[Any, ...] = ()
         self._idle_steps = 0
+        self._placements = Placements()
 
     # ---------------------------------------------------------------- groups
 
@@ -122,13 +124,17 @@ class CompressedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = self._collect()
-        if work.settled and not self._decides_between_passes():
+        away = self._placements.away(self.param_groups)
+        if work.settled and not away and not self._decides_between_passes():
             self._admit(work.updates, work.step())
             return loss
         admitted = self._admit(work.updates, work.observe())
         if not work.settled:
             self._settle(work, admitted)
-        work.apply(admitted)
+        if away:
+            self._placements.apply(work, admitted)
+        else:
+            work.apply(admitted)
         return loss
 
     def _decides_between_passes(self) -> bool:
@@ -157,7 +163,10 @@ class CompressedOptimizer(Optimizer):
     def _key(self) -> tuple[Any, ...]:
         """What the layout of the work depends on, beside the tensors' own: parameters, states, options."""
         params = [p for group in self.param_groups for p in group["params"]]
-        options = [[group[name] for name in ("fused", *self.structural)] for group in self.param_groups]
+        options = [
+            [group.get(name) for name in ("fused", "placement", "spill_dir", *self.structural)]
+            for group in self.param_groups
+        ]
         sizes = [len(group["params"]) for group in self.param_groups]
         return (
             list(map(id, params)),
@@ -182,6 +191,7 @@ class CompressedOptimizer(Optimizer):
                 saved.check_layout(self, name, p, plan, state)
             for moment, form in plan.moments if state else ():
                 form.load_(state, moment, view)  # some wrappers put saved state here themselves
+            self._placements.of(group, p.device).adopt_(state)
             updates.append(Update(name=name, param=p, group=group, state=state, plan=plan, view=view))
         return updates
 
@@ -235,8 +245,7 @@ class CompressedOptimizer(Optimizer):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for moment, form in plan.moments:
                     for spec in form.components(plan.view(p.shape), p.dtype):
-                        device = spec.device(p.device)
-                        state[moment + spec.suffix] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+                        state[moment + spec.suffix] = self._placements.create(spec, group, p.device)
         for caveat, names in caveats.items():
             if caveat:
                 warnings.warn(f"{type(self).__name__} {caveat}: {', '.join(names)}", stacklevel=3)
@@ -258,6 +267,7 @@ class CompressedOptimizer(Optimizer):
         resized = [(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockMean)]
         for update, moment, form in resized:
             form.resize_(update.state, moment, update.view, dispatch.find_block_size(stepped(update)))
+            self._placements.of(update.group, update.param.device).adopt_(update.state)
         work.attach()
         if resized:
             work.observe()  # their blocks are others now
@@ -301,6 +311,7 @@ class CompressedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; shapes follow from the parameters' shapes, and ``torch.load(weights_only=True)`` reads it."""
+        self._placements.wait()
         live = self.state
         reachable = [p for _, _, p in self._params() if p in live]
         # Entries of tensors that a wrapper took out of the groups cannot be named, and torch would fail on them.
@@ -336,8 +347,14 @@ class CompressedOptimizer(Optimizer):
         finally:
             hook.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._placements.wait()
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Publish loaded or unpickled state: unwrap and place its tensors, and bring them into their live shape."""
+        if "_placements" in self.__dict__:
+            self._placements.wait()
         self._reset()
         for g, group in enumerate(state["param_groups"]):
             for i, p in enumerate(group["params"]):
@@ -350,6 +367,7 @@ class CompressedOptimizer(Optimizer):
                 plan = self.plan(p.shape, p.dtype, group, param_name(group, g, i))
                 for moment, form in plan.moments:
                     form.load_(entry, moment, plan.view(p.shape))
+                self._placements.of(group, p.device).adopt_(entry)
         self.__dict__.setdefault("skipped", Counter())
         defaults = dict(state.get("defaults") or self.defaults)
         super().__setstate__(state)

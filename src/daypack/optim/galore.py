@@ -58,6 +58,9 @@ class GaLore(CompressedOptimizer):
         update_proj_gap: gradients (finite and not all zero) of a parameter that one basis serves.
         scale: factor of the projected update (the paper's alpha).
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
+        placement: ``"paged"`` keeps state outside the device's memory and brings it in for each parameter's turn: from
+            memory-mapped files for parameters on a CPU (POSIX only), from pinned host memory on CUDA; docs/memory.md.
+        spill_dir: directory of the memory-mapped files; None for the system's temporary directory.
 
     Raises:
         ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
@@ -95,6 +98,8 @@ class GaLore(CompressedOptimizer):
         update_proj_gap: int = 200,
         scale: float = 0.25,
         nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 

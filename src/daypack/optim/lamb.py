@@ -45,6 +45,9 @@ class LAMB(CompressedOptimizer):
         second_moment: ``"dense"``, or ``"factored"`` for row and column means of g^2.
         block_size: elements of a row that share one scale of an 8-bit first moment.
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
+        placement: ``"paged"`` keeps state outside the device's memory and brings it in for each parameter's turn: from
+            memory-mapped files for parameters on a CPU (POSIX only), from pinned host memory on CUDA; docs/memory.md.
+        spill_dir: directory of the memory-mapped files; None for the system's temporary directory.
 
     Raises:
         ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
@@ -77,6 +80,8 @@ class LAMB(CompressedOptimizer):
         second_moment: Literal["dense", "factored"] = "dense",
         block_size: int = 256,
         nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 

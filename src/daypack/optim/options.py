@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daypack.placement.schedule import PLACEMENTS
 from daypack.sharding import is_distributed
 
 Group = dict[str, Any]
@@ -66,6 +67,10 @@ def check_common(group: Group, where: str) -> None:
             raise ValueError(f"{option} of {where} must be True or False, got {value!r}")
         if value and option in UNSUPPORTED:
             raise ValueError(f"{option}=True of {where} is not supported; leave it False or use torch.optim.AdamW")
+    if "placement" in group:
+        check_choice(group, "placement", PLACEMENTS, where)
+        if not isinstance(_get(group, "spill_dir", where), (str, type(None))):
+            raise ValueError(f"spill_dir of {where} must be a path as a string, or None, got {group['spill_dir']!r}")
     for option in ("foreach", "fused"):
         value = _get(group, option, where)
         if value is not None and not isinstance(value, bool):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Options that say how moments decay: state saved with one that the live optimizer lacks means something else.
 _DECAYS = ("betas", "beta2_decay", "momentum")
+#: Options that say where state lives: the live optimizer's hold, whatever a checkpoint says.
+_LIVE = {"placement", "spill_dir"}
 
 
 class Keep:
@@ -113,6 +115,8 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
     for option in optimizer.defaults:
         group.setdefault(option, live[option])
     optimizer.check_options(group, f"parameter group {index} of the state_dict")
+    for option in _LIVE & optimizer.defaults.keys():
+        group[option] = live[option]
     for option in optimizer.structural:
         if group[option] != live[option]:
             warnings.warn(
