@@ -136,12 +136,10 @@ def test_momentum_of_either_kind_follows_the_exact_one(bits: int) -> None:
 
 
 def test_state_of_a_square_matrix_is_32_kib() -> None:
-    estimate = daypack.estimate_state([(4096, 4096)])
     p = Parameter(torch.empty(4096, 4096))
     optimizer = daypack.Adafactor([p])
     daypack.materialize_state(optimizer)
     assert daypack.state_report(optimizer).total_bytes == 2 * 4096 * 4 + 4
-    assert estimate.total_bytes > 100 * daypack.state_report(optimizer).total_bytes
 
 
 @pytest.mark.parametrize("shape", [(8, 3, 7, 5), (6, 24, 80), (2, 3, 4, 5, 6), (9, 4, 3)], ids=str)

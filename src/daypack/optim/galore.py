@@ -127,7 +127,11 @@ class GaLore(CompressedOptimizer):
         plan = self.plan(param.shape, param.dtype, group, name)
         if param.numel() >= WORTH_SAYING and project(shape, group["rank"]) and plan.projection is None:
             return f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole"
-        return super().caveat(param, group, name)
+        if group["rank"] is not None:
+            return super().caveat(param, group, name)
+        inner = _Inner.of(group)
+        optimizer = _optimizer(inner)
+        return optimizer.caveat(param, inner.group(group), name) if isinstance(optimizer, CompressedOptimizer) else None
 
 
 def inner_names() -> tuple[str, ...]:

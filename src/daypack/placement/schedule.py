@@ -58,7 +58,7 @@ class Placements:
         """`Work.apply`, one piece of state after the other: while one is stepped, the next is on its way."""
         pieces = _pieces(work.updates, admitted)
         coming = self._fetch(work.updates, pieces[0]) if pieces else []
-        for piece, following in zip(pieces, [*pieces[1:], []], strict=True):
+        for piece, following in zip(pieces, [*pieces, []][1:], strict=True):
             present, coming = coming, self._fetch(work.updates, following)
             mask = np.zeros(len(work.updates), bool)
             mask[piece] = True
