@@ -66,8 +66,9 @@ class GaLore(CompressedOptimizer):
         ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
 
     Differs from galore-torch: decay precedes the update, as in AdamW; the basis comes from the Gram matrix in fp64 with
-    signs fixed, so that replicas agree, and is saved; eps is AdamW's (after bias correction). As there, the moments
-    stay as they are when the basis changes. Inner Adafactor takes lr as it is (no relative step, no parameter scale).
+    signs fixed, so that replicas on like machines agree, and is saved; eps is AdamW's (after bias correction). As
+    there, the moments stay as they are when the basis changes. Inner Adafactor takes lr as it is (no relative step, no
+    parameter scale).
 
     Memory: a step holds two stand-ins of one parameter and a few chunks; a new basis takes about three matrices of
     ``min(rows, cols)^2`` fp64 numbers for the time of its decomposition.
