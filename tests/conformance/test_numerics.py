@@ -355,7 +355,7 @@ def test_decay_in_low_precision_is_not_lost(case: Case) -> None:
     optimizer = case.create([p], lr=0.1, weight_decay=0.1)
     p.grad = torch.zeros_like(p)
     optimizer.step()
-    if not case.coupled:
+    if not case.coupled and case.spec.name != "lamb":  # whose trust ratio scales the decay
         assert_same(p.detach(), (start.double() * 0.99).bfloat16())
     assert (p.abs() < start.abs()).float().mean() > 0.9 or case.spec.name == "adam"
 

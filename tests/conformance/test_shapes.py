@@ -60,7 +60,7 @@ def test_every_number_of_elements(case: Case, numel: int) -> None:
                 t.numel() * t.element_size() for t in optimizer.state[params[name]].values() if torch.is_tensor(t)
             )
             assert held <= 8 * numel + 4, name  # never more than AdamW
-        if numel >= 4095 and case.spec.name == "gefen":
+        if numel >= 4095 and case.spec.name in ("gefen", "galore") and "low" not in case.label:
             # One row: a byte of code, a scale per 256, a column mean per element; and the codebook.
             assert held_by(optimizer, params["row"]) < 5.1 * numel + 1100
             assert optimizer.state[params["row"]]["exp_avg_codes"].shape == (1, numel)
@@ -111,8 +111,10 @@ def test_strides_do_not_matter(case: Case, kind: str, grads: str) -> None:
         torch.testing.assert_close(p, plain[name], rtol=1e-5, atol=1e-6)
         for key, value in optimizer.state.get(p, {}).items():
             wanted = reference.state[plain[name]][key]
-            if (key.startswith("exp_avg_sq") or key == "exp_avg") and torch.is_tensor(value):
-                torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-9 if key == "exp_avg" else 0)
+            if key.startswith("exp_avg_sq") and torch.is_tensor(value):
+                torch.testing.assert_close(value, wanted, rtol=1e-5, atol=0)
+            elif key in ("exp_avg", "basis"):  # Other kernels, and the sums in a basis, differ in the last place.
+                torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
             else:
                 assert_same(value, wanted, f"{name} {key}")
 

@@ -56,7 +56,7 @@ class AdamMini(CompressedOptimizer):
         value: ``"row"``, or ``"tensor"`` for one second moment in each value matrix, which the paper found to converge
             faster in runs of less than 10,000 steps.
         bits: 32, or 8 for a first moment in 8 bits.
-        nonfinite: as in `daypack.Gefen`.
+        nonfinite, placement, spill_dir: as in `daypack.Gefen`.
 
     Raises:
         ValueError: an option is out of range, or a rule does not fit its parameter.
@@ -88,6 +88,8 @@ class AdamMini(CompressedOptimizer):
         value: Literal["row", "tensor"] = "row",
         bits: Literal[8, 32] = 32,
         nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         partition = _complete(params, partition, Attention(num_heads, head_dim, value))
         params = params.named_parameters() if isinstance(params, nn.Module) else params
@@ -102,7 +104,6 @@ class AdamMini(CompressedOptimizer):
                 check_positive(group, option, where)
         check_choice(group, "value", ("row", "tensor"), where)
         check_choice(group, "bits", (8, 32), where)
-        check_choice(group, "nonfinite", ("skip", "raise"), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """The second moment that the parameter's rule says; a first moment in 8 bits where that takes fewer bytes."""

@@ -20,6 +20,7 @@ from daypack.optim.options import (
     check_adamw,
     check_betas,
     check_choice,
+    check_common,
     check_flags,
     check_not_negative,
     check_number,
@@ -54,6 +55,7 @@ class EightBit(CompressedOptimizer):
         min_8bit_size: parameters of fewer elements stay in fp32.
         bits: 8, or 32 to leave the parameters of a group in fp32.
         nonfinite: ``"skip"`` a parameter whose gradient is not finite, or ``"raise"`` before anything changes.
+        placement, spill_dir: as in `daypack.Gefen`.
 
     ``foreach`` has no effect; ``fused`` chooses the kernel: None the fastest available, True a fused one or an error,
     False the torch reference. ``amsgrad``, ``capturable`` and ``differentiable`` raise when True.
@@ -68,7 +70,6 @@ class EightBit(CompressedOptimizer):
         check_choice(group, "map", tuple(CODEBOOKS), where)
         check_positive(group, "block_size", where)
         check_positive(group, "min_8bit_size", where)
-        check_choice(group, "nonfinite", ("skip", "raise"), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Codes for both moments where the parameter is large enough and they take fewer bytes, else fp32."""
@@ -119,6 +120,8 @@ class AdamW8bit(EightBit):
         min_8bit_size: int = 4096,
         bits: Literal[8, 32] = 8,
         nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
@@ -155,6 +158,8 @@ class Adam8bit(EightBit):
         min_8bit_size: int = 4096,
         bits: Literal[8, 32] = 8,
         nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
@@ -193,12 +198,15 @@ class SGD8bit(EightBit):
         min_8bit_size: int = 4096,
         bits: Literal[8, 32] = 8,
         nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
     def check_options(self, group: Group, where: str) -> None:
-        check_not_negative(group, ("lr", "momentum", "weight_decay"), where)
-        check_flags(group, ("nesterov", "maximize", "differentiable"), where)
+        check_common(group, where)
+        check_not_negative(group, ("momentum",), where)
+        check_flags(group, ("nesterov",), where)
         check_number(group, "dampening", where)
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise ValueError(
@@ -235,11 +243,12 @@ class Lion8bit(EightBit):
         min_8bit_size: int = 4096,
         bits: Literal[8, 32] = 8,
         nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
     def check_options(self, group: Group, where: str) -> None:
-        check_not_negative(group, ("lr", "weight_decay"), where)
+        check_common(group, where)
         check_betas(group, where)
-        check_flags(group, ("maximize", "capturable", "differentiable"), where)
         super().check_options(group, where)

@@ -27,6 +27,9 @@ _FLAGS = 4
 class Exchange:
     """The sharded parameters of an optimizer, in the order of its groups.
 
+    Attributes:
+        measures: whether a rule needs norms of whole parameters, so that `second` is called in each step.
+
     Args:
         members: each sharded parameter with its plan.
     """
@@ -37,9 +40,10 @@ class Exchange:
         sizes = []
         for p, plan in members:
             form = plan.exp_avg_sq
-            sizes.append(_FLAGS + (form.shared(sharding.local_geometry(p)) if form else 0))
+            sizes.append(_FLAGS + (form.shared(sharding.local_view(p, plan)) if form else 0))
         self._first = sharding.Buffer(groups, sizes)
         measured = [i for i, (_, plan) in enumerate(members) if plan.rule.measured]
+        self.measures = bool(measured)
         self._measured = [self._params[i] for i in measured]
         self._second = sharding.Buffer([groups[i] for i in measured], [2] * len(measured))
 

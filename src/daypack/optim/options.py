@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daypack.placement.schedule import PLACEMENTS
 from daypack.sharding import refusal
 
 Group = dict[str, Any]
@@ -42,9 +43,27 @@ def check_adamw(group: Group, where: str) -> None:
     Raises:
         ValueError: an option is missing, is of the wrong type or out of range, or is not supported.
     """
-    check_not_negative(group, ("lr", "eps", "weight_decay"), where)
+    check_common(group, where)
+    check_not_negative(group, ("eps",), where)
     check_betas(group, where)
-    check_flags(group, FLAGS, where)
+
+
+def check_common(group: Group, where: str) -> None:
+    """Check what every optimizer of ours has: learning rate, decay, ``maximize``, kernel, gradients, placement.
+
+    Raises:
+        ValueError: an option is missing, is of the wrong type or out of range, or is not supported.
+    """
+    check_not_negative(group, ("lr", "weight_decay"), where)
+    check_flags(group, ("maximize", *(option for option in UNSUPPORTED if option in group)), where)
+    for option in ("foreach", "fused"):
+        value = _get(group, option, where)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{option} of {where} must be None, True or False, got {value!r}")
+    check_choice(group, "nonfinite", ("skip", "raise"), where)
+    check_choice(group, "placement", PLACEMENTS, where)
+    if not isinstance(_get(group, "spill_dir", where), (str, type(None))):
+        raise ValueError(f"spill_dir of {where} must be a path as a string, or None, got {group['spill_dir']!r}")
 
 
 def check_number(group: Group, option: str, where: str) -> float:
@@ -68,17 +87,13 @@ def check_betas(group: Group, where: str) -> None:
 
 
 def check_flags(group: Group, flags: Sequence[str], where: str) -> None:
-    """``flags`` are True or False, those of `UNSUPPORTED` False; ``foreach`` and ``fused`` may be None as well."""
+    """``flags`` are True or False, those of `UNSUPPORTED` False."""
     for option in flags:
         value = _get(group, option, where)
         if not isinstance(value, bool):
             raise ValueError(f"{option} of {where} must be True or False, got {value!r}")
         if value and option in UNSUPPORTED:
             raise ValueError(f"{option}=True of {where} is not supported; leave it False or use torch's own optimizer")
-    for option in ("foreach", "fused"):
-        value = _get(group, option, where)
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{option} of {where} must be None, True or False, got {value!r}")
 
 
 def check_choice(group: Group, option: str, choices: Sequence[Any], where: str) -> None:

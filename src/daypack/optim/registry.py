@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from daypack.optim.adafactor import Adafactor
 from daypack.optim.adam_mini import AdamMini
 from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
+from daypack.optim.galore import GaLore
 from daypack.optim.gefen import Gefen
+from daypack.optim.lamb import LAMB
 
 REGISTRY: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -22,6 +25,9 @@ REGISTRY: dict[str, type[Optimizer]] = {
     "sgd8bit": SGD8bit,
     "lion8bit": Lion8bit,
     "adam_mini": AdamMini,
+    "adafactor": Adafactor,
+    "lamb": LAMB,
+    "galore": GaLore,
 }
 
 

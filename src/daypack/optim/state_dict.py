@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from daypack import sharding
-from daypack.formats.base import ComponentSpec, State, geometry
+from daypack.formats.base import ComponentSpec, State
 from daypack.optim.options import Group, param_name
 from daypack.update import ParamPlan
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 #: The count of a parameter's steps; on the CPU, because Python reads it.
 STEP = ComponentSpec("step", (), torch.float32, follows=False)
+#: Options that say how moments decay: state saved with one that the live optimizer lacks means something else.
+_DECAYS = ("betas", "beta2_decay", "momentum")
+#: Options that say where state lives: the live optimizer's hold, whatever a checkpoint says.
+_LIVE = {"placement", "spill_dir"}
 
 
 class Keep:
@@ -117,9 +121,17 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             f"{type(optimizer).__name__} decouples it (AdamW); load it into the optimizer that saved it"
         )
     group.setdefault("rule", live.get("rule"))
+    foreign = [option for option in _DECAYS if option in group and option not in optimizer.defaults]
+    if foreign:
+        raise ValueError(
+            f"parameter group {index} (from {param_name(live, index, 0)} on) of the state_dict does not belong to "
+            f"{type(optimizer).__name__}: it has the option {foreign[0]!r}; load it into the optimizer that saved it"
+        )
     for option in optimizer.defaults:
         group.setdefault(option, live[option])
     optimizer.check_options(group, f"parameter group {index} of the state_dict")
+    for option in _LIVE & optimizer.defaults.keys():
+        group[option] = live[option]
     for option in optimizer.structural:
         if group[option] != live[option]:
             warnings.warn(
@@ -131,13 +143,14 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
 
 def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
     """State keys of a parameter (of the whole of it) as ``state_dict()`` shows them; all but ``step``."""
-    view = geometry(tuple(param.shape))
+    view = plan.view(param.shape)
     return {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
 
 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
-    plan, view = optimizer.plan(param.shape, param.dtype, group, name), geometry(tuple(param.shape))
+    plan = optimizer.plan(param.shape, param.dtype, group, name)
+    view = plan.view(param.shape)
     if group["rule"] not in (None, plan.rule.name):
         raise ValueError(
             f"the state of parameter {name} was saved under the rule {group['rule']!r}, {type(optimizer).__name__} "
@@ -173,7 +186,7 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
 
 def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
     """Refuse to step state that was laid out for another dtype or other options: they cannot change once it exists."""
-    view = sharding.local_geometry(param)
+    view = sharding.local_view(param, plan)
     for moment, form in plan.moments:
         for live, saved in zip(form.components(view, param.dtype), form.saved(view, param.dtype), strict=True):
             stored = state.get(moment + live.suffix)

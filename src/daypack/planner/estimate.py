@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 
-from daypack.formats.base import geometry
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
 
@@ -56,8 +55,7 @@ def estimate_state(
     for shape in map(torch.Size, shapes):
         if any(size < 0 for size in shape):
             raise ValueError(f"a shape has sizes of at least 0, got {tuple(shape)}")
-        view = geometry(tuple(shape))
         plan = planner.plan(shape, dtype, planner.param_groups[0], "")
         elements += prod(shape)
-        total += STEP_BYTES + sum(spec.nbytes for _, form in plan.moments for spec in form.components(view, dtype))
+        total += STEP_BYTES + plan.nbytes(shape, dtype)
     return StateEstimate(elements, total)
