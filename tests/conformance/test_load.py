@@ -125,6 +125,7 @@ def test_damaged_state_is_refused(case: Case) -> None:
             spoil(key, lambda t: t.view(-1)[-1].fill_(float("nan")))
 
 
+@pytest.mark.filterwarnings("ignore:parameter group 0. .* comes with the loaded state:UserWarning")
 @crossed
 def test_state_of_another_optimizer_is_refused(case: Case) -> None:
     """Otherwise it would go on with an empty moment at a late step. Converting is an explicit act."""
