@@ -141,6 +141,11 @@ def param_name(group: Group, group_index: int, index: int) -> str:
     return f"{index} of group {group_index}"
 
 
+def plain_name(name: str) -> str:
+    """A name without what wrappers (DDP, torch.compile, FSDP) put into it."""
+    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
+
+
 def _get(group: Group, option: str, where: str) -> Any:
     if option not in group:
         raise ValueError(f"{where} has no option {option!r}")

@@ -23,6 +23,7 @@ from torch import nn
 
 from daypack.formats.base import geometry
 from daypack.formats.line_mean import LineMean, Segments
+from daypack.optim.options import plain_name
 
 #: Pattern for names, rule, and why; the first pattern that matches decides.
 Entry: TypeAlias = tuple[str, ...]
@@ -143,11 +144,6 @@ def choose(name: str, shape: tuple[int, ...], partition: Partition, known: Atten
         if fnmatchcase(name, pattern):
             return Choice(rule, why[0] if why else f"partition option, {pattern!r}")
     return infer(name, shape, known)
-
-
-def plain_name(name: str) -> str:
-    """A name without what wrappers (DDP, torch.compile, FSDP) put into it."""
-    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
 
 
 def infer(name: str, shape: tuple[int, ...], known: Attention, kind: str = "matrix") -> Choice:

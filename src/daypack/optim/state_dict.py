@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daypack import sharding
 from daypack.formats.base import ComponentSpec, State
-from daypack.optim.options import Group, param_name
+from daypack.optim.options import Group, param_name, plain_name
 from daypack.update import ParamPlan
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def _match(group: Group, live: Group, index: int) -> None:
         )
     saved, current = group.get("param_names"), live.get("param_names")
     if saved is not None and current is not None:
-        keys = {_plain(name): key for name, key in zip(saved, group["params"], strict=True)}
-        wanted = [_plain(name) for name in current]
+        keys = {plain_name(name): key for name, key in zip(saved, group["params"], strict=True)}
+        wanted = [plain_name(name) for name in current]
         if set(keys) != set(wanted):
             raise ValueError(
                 f"parameter group {index} holds other parameters than the state_dict: "
@@ -104,13 +104,6 @@ def _match(group: Group, live: Group, index: int) -> None:
             f"parameter group {index} has {len(live['params'])} parameters, the state_dict {len(group['params'])}; "
             "build the optimizer over the same parameters"
         )
-
-
-def _plain(name: str) -> str:
-    """A name without the prefixes that wrappers put before it."""
-    for prefix in ("module.", "_orig_mod."):
-        name = name.removeprefix(prefix)
-    return name
 
 
 def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int) -> None:
