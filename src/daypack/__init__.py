@@ -4,13 +4,12 @@ from torch.optim import SGD, Adam, AdamW
 
 from daypack.optim.adafactor import Adafactor
 from daypack.optim.adam_mini import AdamMini
-from daypack.optim.base import materialize_state
 from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from daypack.optim.galore import GaLore
 from daypack.optim.gefen import Gefen
 from daypack.optim.groups import param_groups
 from daypack.optim.lamb import LAMB
-from daypack.optim.registry import create, names
+from daypack.optim.registry import create, materialize_state, names
 from daypack.planner.estimate import estimate_state
 from daypack.planner.report import state_report
 

@@ -17,6 +17,9 @@ from torch.nn import Parameter
 from daypack.formats.base import ComponentSpec, Geometry
 from daypack.update import ParamPlan
 
+#: Vectors that are no parameters but smaller than this are left as they are.
+SMALLEST_PARTITION = 1 << 14
+
 
 def is_distributed(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor; asks without importing torch.distributed.tensor, which costs a second."""
@@ -31,6 +34,11 @@ def is_flat_partition(tensor: Tensor) -> bool:
     """
     marked = getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False)
     return tensor.ndim == 1 and bool(marked or not isinstance(tensor, Parameter))
+
+
+def is_bare_partition(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is such a piece that nobody gathers by parameter (ZeRO's), and large enough to compress."""
+    return tensor.ndim == 1 and not isinstance(tensor, Parameter) and tensor.numel() >= SMALLEST_PARTITION
 
 
 def refusal(tensor: Tensor) -> str | None:

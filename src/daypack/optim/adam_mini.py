@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from daypack.formats.base import StateFormat, geometry, smallest
+from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.line_mean import group_count
@@ -35,7 +36,7 @@ class AdamMini(CompressedOptimizer):
     value, attention output, MLP, other         a row (a column of GPT-2's transposed ``Conv1D``): an output
     matrices, convolutions, experts             neuron, a channel
     embedding, output head                      a row: a token
-    vector, scalar                              none (a model flattened by ZeRO or FSDP1 saves nothing)
+    vector, scalar                              none
     ==========================================  =============================================================
 
     The state holds one fp32 number per row, ``exp_avg_sq_row`` (or column, ``exp_avg_sq_col``), and each row holds the
@@ -66,6 +67,7 @@ class AdamMini(CompressedOptimizer):
     weight decay defaults to AdamW's 0.01 and reaches all that its group holds; all arithmetic is fp32.
     """
 
+    partition_caveat = "does not know what a flat partition holds: ZeRO's gets flat blocks, FSDP1's AdamW's moments"
     structural = ("bits", "partition", "num_heads", "head_dim", "value")
 
     def __init__(
@@ -108,6 +110,10 @@ class AdamMini(CompressedOptimizer):
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """The second moment that the parameter's rule says; a first moment in 8 bits where that takes fewer bytes."""
         return _plan(tuple(shape), dtype, group["bits"], self._choice(shape, group, name).rule, name)
+
+    def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """One second moment per block of the flat piece: its parameters are not known."""
+        return ParamPlan(ADAMW, BlockQuantized() if group["bits"] == 8 else Dense(), BlockMean())
 
     def _choice(self, shape: torch.Size, group: Group, name: str) -> Choice:
         partition: Partition = tuple(map(tuple, group["partition"]))

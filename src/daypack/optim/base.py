@@ -22,7 +22,6 @@ from daypack.optim.calibrate import Calibration
 from daypack.optim.exchange import Exchange
 from daypack.optim.options import Group, check_gradient, check_param, param_name
 from daypack.placement.schedule import Placements
-from daypack.sharding import is_flat_partition
 from daypack.update import ParamPlan, Update
 
 #: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
@@ -54,9 +53,18 @@ class CompressedOptimizer(Optimizer):
         """
         raise NotImplementedError
 
+    def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """How a flat piece of many parameters (ZeRO's) is stored and stepped; as a vector, if not otherwise."""
+        return self.plan(shape, dtype, group, name)
+
+    def plan_of(self, param: Tensor, group: Group, name: str) -> ParamPlan:
+        """`plan` of a parameter, or `plan_partition`."""
+        plan = self.plan_partition if sharding.is_bare_partition(param) else self.plan
+        return plan(param.shape, param.dtype, group, name)
+
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
         """What to tell the user about a parameter whose state is about to be created; None: nothing is unexpected."""
-        return self.partition_caveat if is_flat_partition(param) else None
+        return self.partition_caveat if sharding.is_flat_partition(param) else None
 
     def check_options(self, group: Group, where: str) -> None:
         """Raise ValueError if an option in ``group`` cannot be used; ``where`` says whose options they are."""
@@ -126,18 +134,12 @@ class CompressedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        away = self._placements.away(self.param_groups)
         members = self._sharded()
         if members:
-            exchange = Exchange(members)
-            if exchange.measures and self._placements.away(self.param_groups):
-                raise ValueError(
-                    f"{type(self).__name__} needs norms of whole parameters, which paged state of sharded parameters "
-                    "cannot give yet; use placement='resident'"
-                )
-            self._step_together(exchange)
+            self._step_together(Exchange(members, away))
             return loss
         work = self._collect()
-        away = self._placements.away(self.param_groups)
         if work.settled and not away and not self._decides_between_passes():
             self._admit(work.updates, work.step())
             return loss
@@ -153,7 +155,7 @@ class CompressedOptimizer(Optimizer):
     def _sharded(self) -> list[tuple[Tensor, ParamPlan]]:
         """Trainable parameters of which every rank holds a part."""
         return [
-            (p, self.plan(p.shape, p.dtype, group, name))
+            (p, self.plan_of(p, group, name))
             for group, name, p in self._params()
             if sharding.groups_of(p) and (p.requires_grad or p.grad is not None)
         ]
@@ -234,8 +236,8 @@ class CompressedOptimizer(Optimizer):
                 continue
             if p.grad is not None:
                 check_gradient(p, p.grad, name)
-            plan = self.plan(p.shape, p.dtype, group, name)
-            state, view = self._state_of(p, plan), sharding.local_view(p, plan)
+            plan = self.plan_of(p, group, name)
+            state, view = saved.part_of(p, plan, self.state.get(p, {})), sharding.local_view(p, plan)
             if state:
                 saved.check_layout(self, name, p, plan, state)
             for moment, form in plan.moments if state else ():
@@ -244,11 +246,6 @@ class CompressedOptimizer(Optimizer):
             part = sharding.to_local_gradient(p) if sharding.is_distributed(p) else None
             updates.append(Update(name, sharding.to_local(p), group, state, plan, view, whole=p, part=part))
         return updates
-
-    def _state_of(self, p: Tensor, plan: ParamPlan) -> dict[str, Any]:
-        """This rank's part of the state of a parameter; empty if it has none."""
-        state = self.state.get(p, {})
-        return sharding.LocalState(p, state, saved.specs_of(p, plan)) if state and sharding.is_distributed(p) else state
 
     def _warn_if_idle(self, updates: list[Update]) -> None:
         """Say once that no parameter ever had a gradient: the optimizer may hold tensors that nothing trains."""
@@ -298,7 +295,7 @@ class CompressedOptimizer(Optimizer):
         for group, name, p in self._params():
             if (p.requires_grad or p.grad is not None) and p not in self.state:
                 caveats[self.caveat(p, group, name) or ""].append(name)
-                plan = self.plan(p.shape, p.dtype, group, name)
+                plan = self.plan_of(p, group, name)
                 whole, here = plan.view(p.shape), sharding.local_view(p, plan)
                 state: State = self.state[p]
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -318,7 +315,7 @@ class CompressedOptimizer(Optimizer):
         """
         self.materialize_state()
         for update in work.updates:
-            update.state = self._state_of(update.whole, update.plan)
+            update.state = saved.part_of(update.whole, update.plan, self.state[update.whole])
         fresh = [update for update, on in zip(work.updates, admitted.tolist(), strict=True) if on]
         changed = self._calibration.run(fresh, (self.state.get(p, {}) for _, _, p in self._params()))
         for update in fresh if changed else ():
@@ -348,12 +345,8 @@ class CompressedOptimizer(Optimizer):
             self.state = live
         keys = [key for group in packed["param_groups"] for key in group["params"]]
         for key, (group, name, p) in zip(keys, self._params(), strict=True):
-            plan = self.plan(p.shape, p.dtype, group, name)
-            for moment, form in plan.moments if p in live else ():
-                changed = form.save(self._state_of(p, plan), moment, sharding.local_view(p, plan))
-                specs = saved.specs_of(p, plan)
-                whole = {name: sharding.wrap(p, value, specs[name]) for name, value in changed.items()}
-                packed["state"][key] = {**packed["state"][key], **whole}
+            if p in live:
+                packed["state"][key] |= saved.shown(p, self.plan_of(p, group, name), live[p])
         return packed
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -390,29 +383,9 @@ class CompressedOptimizer(Optimizer):
                 entry = state["state"].get(p)
                 if not entry:
                     continue
-                for key, value in entry.items():
-                    if isinstance(value, saved.Keep):
-                        entry[key] = value.copy(p)
-                plan = self.plan(p.shape, p.dtype, group, param_name(group, g, i))
-                part = sharding.LocalState(p, entry, saved.specs_of(p, plan)) if sharding.is_distributed(p) else entry
-                for moment, form in plan.moments:
-                    form.load_(part, moment, sharding.local_view(p, plan))
+                part = saved.unpack_(p, self.plan_of(p, group, param_name(group, g, i)), entry)
                 self._placements.of(group, p.device).adopt_(part)
         self.__dict__.setdefault("skipped", Counter())
         defaults = dict(state.get("defaults") or self.defaults)
         super().__setstate__(state)
         self.defaults = defaults  # torch adds an option that a constructor may not have
-
-
-def materialize_state(optimizer: Optimizer) -> None:
-    """`CompressedOptimizer.materialize_state`, refused with the remedy for optimizers of torch's own.
-
-    Raises:
-        ValueError: ``optimizer`` is not one of daypack's.
-    """
-    if not isinstance(optimizer, CompressedOptimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} creates its state only in step(); for one of torch's own optimizers use "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
-        )
-    optimizer.materialize_state()

@@ -64,6 +64,7 @@ class Gefen(CompressedOptimizer):
     """
 
     structural = ("second_moment", "block_size", "bits")
+    partition_caveat = "does not know the rows of a flat partition: ZeRO's gets flat blocks, FSDP1's AdamW's moments"
 
     def __init__(
         self,
@@ -97,6 +98,10 @@ class Gefen(CompressedOptimizer):
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Compressed moments from two dims on, each where it takes fewer bytes than fp32; else AdamW's own."""
         return plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
+
+    def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """Codes, and one second moment per block of the flat piece: its rows and columns are not known."""
+        return ParamPlan(ADAMW, BlockQuantized(group["block_size"]), BlockMean())
 
 
 @lru_cache(maxsize=4096)

@@ -140,9 +140,34 @@ def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
     return {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
 
 
+def part_of(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of the state of a parameter; empty if it has none."""
+    return (
+        sharding.LocalState(param, state, specs_of(param, plan)) if state and sharding.is_distributed(param) else state
+    )
+
+
+def shown(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
+    """What ``state_dict()`` shows in another shape than the live state has."""
+    part, specs, view = part_of(param, plan, state), specs_of(param, plan), sharding.local_view(param, plan)
+    changed = {key: value for moment, form in plan.moments for key, value in form.save(part, moment, view).items()}
+    return {key: sharding.wrap(param, value, specs[key]) for key, value in changed.items()}
+
+
+def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
+    """Put copies in place of what `prepare` wrapped, in their live shape; this rank's part of the state."""
+    for key, value in state.items():
+        if isinstance(value, Keep):
+            state[key] = value.copy(param)
+    part = part_of(param, plan, state)
+    for moment, form in plan.moments:
+        form.load_(part, moment, sharding.local_view(param, plan))
+    return part
+
+
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
-    plan = optimizer.plan(param.shape, param.dtype, group, name)
+    plan = optimizer.plan_of(param, group, name)
     view = plan.view(param.shape)
     if group["rule"] not in (None, plan.rule.name):
         raise ValueError(
