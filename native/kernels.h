@@ -30,7 +30,7 @@ struct Step {
   float correction2;
   uint32_t turn;            // of the dither at element 0
   const Codec* codec;       // null where the first moment is dense
-  const float* mean;        // per matrix the mean of `col`, for a factored second moment
+  float mean;               // of `col` in the tile's matrix, for a factored second moment
 };
 
 struct Kernels {
