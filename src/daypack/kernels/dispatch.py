@@ -44,6 +44,9 @@ def forced() -> Kernel | None:
 class Work:
     """The updates of one step, each with its kernel. Kept from step to step while `refresh` says that it holds.
 
+    Args:
+        idle: the parameters without a gradient.
+
     Attributes:
         settled: every state exists and all that is learned from first gradients is learned.
         kernels: per update ``"native"`` or ``"reference"``.
@@ -52,8 +55,9 @@ class Work:
         ValueError: a parameter demands a fused kernel (``fused=True``) and none can take it.
     """
 
-    def __init__(self, updates: list[Update]) -> None:
+    def __init__(self, updates: list[Update], idle: list[Tensor]) -> None:
         self.updates = updates
+        self._idle = idle
         self.kernels: list[Kernel] = [_choose(update) for update in updates]
         chosen = np.array([kernel == "native" for kernel in self.kernels], bool)
         self._native, self._rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
@@ -67,6 +71,8 @@ class Work:
 
     def refresh(self) -> bool:
         """Take in this step's gradients; False if tensors have changed so that the work must be laid out anew."""
+        if any(p.grad is not None for p in self._idle) or any(update.param.grad is None for update in self.rest):
+            return False
         if any(_choose(update) == "native" for update in self.rest):
             return False
         return self._batch is None or self._batch.refresh()

@@ -27,7 +27,7 @@ from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
-from daypack.kernels.layouts import Layouts
+from daypack.kernels.layouts import Layouts, Places
 from daypack.plan import Update
 from daypack.rules import adamw
 
@@ -182,27 +182,26 @@ class Batch:
     def _watch(self) -> None:
         """Note what the table was filled from, for `refresh`."""
         self.states: Any = [update.state for update in self.updates]
-        tensors = [x for x in self._tensors() if isinstance(x, Tensor)]
-        self.layouts = Layouts(tensors)
-        self.pointers = [x.data_ptr() for x in tensors[len(self.params) :]]
+        self.layouts = Layouts([*(update.grad for update in self.updates), *self.params])
+        self.pointers = [p.data_ptr() for p in self.params]
+        self.places = Places(self._state_values(), _library())
         sizes = [state[_BLOCK_SIZE] for state in self.states if isinstance(state.get(_BLOCK_SIZE), Tensor)]
         self.block_sizes = np.array([x.data_ptr() for x in sizes], np.uint64), np.array(list(map(int, sizes)), np.int64)
 
     def refresh(self) -> bool:
         """Take in this step's gradients. False if the table does not fit any more: then build another one."""
-        tensors = self._tensors()
-        if not self.layouts.hold(tensors):
+        ours = [*map(_gradient, self.params), *self.params]
+        if not self.layouts.hold(ours):
             return False
         # Tensors of the same layout in the same place are the same to the kernels.
-        pointers = list(map(Tensor.data_ptr, tensors))
+        pointers = list(map(Tensor.data_ptr, ours))
         count = len(self.params)
-        if pointers[count:] != self.pointers or not self._same_block_sizes():
+        if pointers[count:] != self.pointers or not self.places.hold(self._state_values()):
             return False
-        return self._bring_gradients(pointers[:count])
+        return self._same_block_sizes() and self._bring_gradients(pointers[:count])
 
-    def _tensors(self) -> list[Any]:
-        """Every tensor of the step as it is now: gradients, parameters, state."""
-        return [*map(_gradient, self.params), *self.params, *chain.from_iterable(map(dict.values, self.states))]
+    def _state_values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self.states)))
 
     def _same_block_sizes(self) -> bool:
         places, numbers = self.block_sizes
