@@ -30,7 +30,7 @@ X86_SOURCES = {
     ),
 }
 #: Sums and comparisons that must equal numpy's to the last bit are not contracted to fused multiply-adds.
-EXACT = {"codebook": ("-ffp-contract=off",), "calibrate": ("-ffp-contract=off",)}
+EXACT = {"codebook": ("-ffp-contract=off",)}
 COMMON = (
     "-std=c++17",
     "-O3",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
@@ -62,6 +62,8 @@ class Work:
         chosen = np.array([kernel == "native" for kernel in self.kernels], bool)
         self._native, self._rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
         self._batch = native.Batch([updates[i] for i in self._native]) if len(self._native) else None
+        #: A sum of g^2 over 0 says that a gradient is not zero; a sum of 0 says nothing, because squares vanish.
+        self._nonzero = np.zeros(len(updates), bool)
         self.settled = False
 
     @property
@@ -82,11 +84,16 @@ class Work:
         if self._batch is not None:
             self._batch.attach()
 
+    def is_zero(self, index: int) -> bool:
+        """Whether every element of an update's gradient is zero, once it was observed."""
+        return not self._nonzero[index] and reference.is_zero(self.updates[index])
+
     def observe(self) -> NDArray[np.bool_]:
         """First pass over every gradient, which writes nothing but statistics; whether each sum of g^2 is finite."""
         finite = np.ones(len(self.updates), bool)
         if self._batch is not None:
             finite[self._native] = self._batch.observe()
+            self._nonzero[self._native] = self._batch.totals > 0
         finite[self._rest] = _finite([reference.observe(update) for update in self.rest])
         return finite
 
@@ -143,10 +150,15 @@ def _reads(update: Update) -> bool:
     return _forced.get() != "reference" and update.group["fused"] is not False and native.reads(update.grad)
 
 
-def histogram(update: Update, block_size: int) -> Tensor:
-    """Counts of an update's normalised gradient, for `learn`; int64 on the CPU."""
-    count = native.histogram if _reads(update) else codebook.histogram
-    return count(update.grad, update.view, block_size).cpu()
+def histogram(coded: Iterable[tuple[Update, int]]) -> Tensor:
+    """Counts of the normalised gradients of updates, each with its block size, for `learn`; int64 on the CPU."""
+    counts = torch.zeros(codebook.BINS, dtype=torch.int64)
+    for update, block_size in coded:
+        if _reads(update):
+            native.add_histogram(counts, update.grad, update.view, block_size)
+        else:
+            counts += codebook.histogram(update.grad, update.view, block_size).cpu()
+    return counts
 
 
 def learn(counts: Tensor, block_size: int) -> Tensor:

@@ -303,17 +303,15 @@ def reads(grad: Tensor) -> bool:
     return library() is not None and grad.dtype in TYPES and grad.layout == torch.strided and _is_plain(grad)
 
 
-def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
-    """`daypack.calibration.codebook.histogram`; the same counts."""
-    counts = np.zeros(codebook.BINS, np.int64)
+def add_histogram(counts: Tensor, grad: Tensor, view: Geometry, block_size: int) -> None:
+    """Add `daypack.calibration.codebook.histogram` to ``counts``; the same numbers."""
     sizes = (view.matrices * view.rows, view.cols, max(1, min(block_size, view.cols)))
     _library().daypack_histogram(
         ctypes.c_void_p(grad.data_ptr()),
         *map(ctypes.c_int64, (TYPES[grad.dtype], *sizes)),
         torch.get_num_threads(),
-        _at(counts),
+        ctypes.c_void_p(counts.data_ptr()),
     )
-    return torch.from_numpy(counts)
 
 
 def find_block_size(grad: Tensor, view: Geometry) -> int:

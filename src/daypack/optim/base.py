@@ -227,9 +227,9 @@ class CompressedOptimizer(Optimizer):
             update.state = self.state[update.param]
         fresh = [
             (update, moment, form)
-            for update, stepped in zip(work.updates, admitted.tolist(), strict=True)
+            for i, update in enumerate(work.updates)
             for moment, form in update.plan.moments
-            if stepped and not self._is_calibrated(form.learned(update.state, moment)) and not reference.is_zero(update)
+            if admitted[i] and not self._is_calibrated(form.learned(update.state, moment)) and not work.is_zero(i)
         ]
         self._learn_codebook([(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockQuantized)])
         resized = [(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockMean)]
@@ -247,8 +247,8 @@ class CompressedOptimizer(Optimizer):
             return
         levels = self._known_codebook()
         if levels is None:
-            counts = sum(dispatch.histogram(update, form.block_size) for update, _, form in coded)
-            levels = dispatch.learn(cast(Tensor, counts), coded[0][2].block_size)
+            counts = dispatch.histogram((update, form.block_size) for update, _, form in coded)
+            levels = dispatch.learn(counts, coded[0][2].block_size)
         for update, moment, _ in coded:
             update.state[moment + "_codebook"].copy_(levels)
 
