@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test check format bench sanitize clean
+.PHONY: demo test check format bench bench-others sanitize clean
 
 demo: $(READY)
 	$(BIN)/daypack compare --optimizers adamw,gefen --out runs --name demo
@@ -22,6 +22,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
+	$(BIN)/python benchmarks/step.py
+
+# The same beside torchao's and bitsandbytes' 8-bit optimizers. The constraint keeps them from pulling another torch.
+bench-others: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torchao bitsandbytes
 	$(BIN)/python benchmarks/step.py
 
 # The native kernels and their tests under the address and undefined-behaviour sanitizers.
