@@ -29,13 +29,14 @@ bench-others: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torchao bitsandbytes
 	$(BIN)/python benchmarks/step.py
 
-# The native kernels and their tests under the address and undefined-behaviour sanitizers.
+# The native kernels and their tests under the address and undefined-behaviour sanitizers. CI runs a part of the tests.
+SANITIZED ?= tests/kernels
 SANITIZE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 sanitize: $(READY)
 	DAYPACK_CXXFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/objects
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 DAYPACK_NATIVE=build/sanitize/daypack/kernels/_native.so \
-	  $(BIN)/python -m pytest -q tests/kernels
+	  $(BIN)/python -m pytest -q $(SANITIZED)
 
 # torch goes in first and alone: the constraint keeps every later package from pulling another build of it.
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
