@@ -1,5 +1,7 @@
 """Parameters at the edge of a step: frozen ones with a gradient, late ones, and replicas under DDP's rules."""
 
+import warnings
+
 import pytest
 import torch
 
