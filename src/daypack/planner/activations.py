@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from daypack.planner.live import LiveTensors
 from daypack.planner.model import Inputs, ModelSpec
+from daypack.planner.pretrained import quiet
 
 #: Micro-batches at which a module is measured; in between and beyond, the line through its neighbours.
 KNOTS = (1, 64, 4096)
@@ -118,7 +118,7 @@ def measure(module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, fla
     """Run forward and backward on the meta device, and count what is alive.
 
     Every tensor that an operation creates counts for as long as its storage lives: what autograd saves, what
-    checkpoints keep, temporaries, gradients of activations. Parameters, their gradients, buffers and inputs do not.
+    checkpoints keep, temporaries, gradients of activations. So do inputs. Parameters, their gradients and buffers do not.
 
     Args:
         module: on the meta device, in the mode and dtype to be measured.
@@ -133,8 +133,8 @@ def measure(module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, fla
         p.grad = torch.empty_like(p)
     given = inputs(batch, sequence)
     known = [*module.parameters(), *module.buffers(), *(p.grad for p in trainable if p.grad is not None)]
-    known += [value for value in tree_leaves(given) if isinstance(value, Tensor)]
-    with _quiet(), LiveTensors(known) as live, _attention(flash):
+    with quiet(), LiveTensors(known) as live, _attention(flash):
+        live.note(value for value in tree_leaves(given) if isinstance(value, Tensor))
         output = module(**given) if isinstance(given, Mapping) else module(*given)
         loss = _loss(output)
         del output
@@ -201,15 +201,3 @@ def _flash(
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output: Tensor = operator(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No log lines of the model's library about options that matter at run time only."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -39,10 +39,13 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Models ask such questions to take a short cut where a mask masks nothing; that is what is planned for.
             return True
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._note(value)
+        self.note(value for value in tree_leaves(result) if isinstance(value, Tensor))
         return result
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Count ``tensors`` from now on, unless they are known or counted already."""
+        for tensor in tensors:
+            self._note(tensor)
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

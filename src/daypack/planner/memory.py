@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY
 from daypack.planner.activations import ActivationPlanner
 from daypack.planner.advice import recommend
@@ -194,7 +195,7 @@ def _copies(spec: ModelSpec, layout: Parallel, compute: torch.dtype, masters: bo
         sharded = layout.shards_gradients
         total += sum(4 * (layout.share(p) if sharded else p.elements) for p in spec.trainable if p.dtype.itemsize < 4)
     if not layout.shards_weights:  # a sharder gathers in the dtype of the arithmetic: counted as gathered
-        casts = (p for p in spec.params if len(p.shape) > 1 and p.dtype.is_floating_point)
+        casts = (p for p in spec.params if len(p.shape) > 1 and p.dtype.is_floating_point and "lora_" not in p.name)
         total += sum(p.elements * compute.itemsize for p in casts if p.dtype.itemsize > compute.itemsize)
     return total
 
@@ -221,6 +222,9 @@ def _row(text: str, setup: _Setup, *, strict: bool) -> OptimizerPlan:
         keeps_both_moments=state.keeps_both_moments,
         notes=tuple(f"{text}: {note}" for note in state.notes),
     )
+    if not issubclass(REGISTRY[name], CompressedOptimizer) and row.temporaries > row.activations:
+        note = f"{text}: torch steps all parameters at once by default on a GPU; fused=True saves these temporaries"
+        row = replace(row, notes=(*row.notes, note))
     if setup.limit is None:
         return row
     return replace(row, fits=row.total <= setup.limit, largest_batch=_largest_batch(row, setup, setup.limit))

@@ -128,11 +128,14 @@ class MemoryPlan:
             "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in (header, *lines)
         ]
         problems = [f"{row.optimizer}: {row.problem}" for row in self.rows if row.problem]
-        return "\n".join([self.title, *text, *problems, *filter(None, [self.reason]), *self.notes])
+        _, name = unit(max((row.total for row in self.planned), default=0))
+        return "\n".join(
+            [f"{self.title}; sizes in {name}", *text, *problems, *filter(None, [self.reason]), *self.notes]
+        )
 
 
 def table_cells(plan: MemoryPlan) -> list[tuple[str, ...]]:
-    """Header and rows of the table. Columns that are zero in every row are left out, but weights, gradients, state."""
+    """Header and rows of the table, sizes in the `unit` of the largest total. Columns of zeros are left out."""
     rows = plan.planned
     columns = {
         "weights": [row.weights for row in rows],
@@ -147,12 +150,26 @@ def table_cells(plan: MemoryPlan) -> list[tuple[str, ...]]:
     always = ("weights", "gradients", "state", "total")
     shown = {title: sizes for title, sizes in columns.items() if title in always or any(sizes)}
     cells = [["optimizer", *(row.optimizer for row in rows)]]
-    cells += [[title, *map(show_bytes, sizes)] for title, sizes in shown.items()]
+    scale, _ = unit(max((row.total for row in rows), default=0))
+    cells += [[title, *(_figure(size / scale) for size in sizes)] for title, sizes in shown.items()]
     if plan.memory is not None:
         cells.append(["fits", *("yes" if row.fits else "no" for row in rows)])
         if plan.activations.how != "unknown":
             cells.append(["largest batch", *(str(row.largest_batch or "none") for row in rows)])
     return [tuple(row) for row in zip(*cells, strict=True)]
+
+
+def unit(largest: int) -> tuple[float, str]:
+    """The unit of a table whose largest size is ``largest`` bytes: bytes in it, and its name."""
+    return (1e9, "GB") if largest >= 5e8 else (1e6, "MB")
+
+
+def _figure(value: float) -> str:
+    if value == 0:
+        return "0"
+    if value < 0.001:
+        return "<0.001"
+    return f"{value:.{3 if value < 1 else 2 if value < 99.995 else 1}f}"
 
 
 def count(elements: int) -> str:
