@@ -5,8 +5,8 @@
 
 Each model runs in a process of its own: one training step, then a second forward pass with the first gradients still
 there. Then weights, gradients, state and activations are all alive, and the anonymous memory of the process (Linux) is
-compared with the plan; the state also with the optimizer's own tensors, which it must equal to the byte. Then the backward
-pass runs, and the process's peak is compared with the planned peak.
+compared with the plan; the state also with the optimizer's own tensors, which it must equal to the byte. Then the
+backward pass runs, and the process's peak is compared with the planned peak.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ from daypack.planner.lora import with_lora
 from daypack.planner.memory import plan_memory
 from daypack.planner.model import ModelSpec, from_module
 
-#: What the context of a model needs to be called: batch and sequence.
+#: Freed buffers go back to the system at once; otherwise the figure is the allocator's fragmentation as well.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 BATCH, SEQUENCE = 2, 256
 
 
 def hugging_face(kind: str, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
     """A builder of a transformers model and of the plan's view of it."""
-    from daypack.planner.pretrained import describe, quiet, transformers
+    from daypack.planner.pretrained import class_for, describe, quiet, transformers
 
     library = transformers()
 
     def build() -> nn.Module:
-        from daypack.planner.pretrained import _class
-
         with quiet():
             config = library.AutoConfig.for_model(kind, **sizes)
             config.use_cache = False
             if getattr(config, "is_encoder_decoder", False):
                 config.decoder_start_token_id = 0
-            model = _class(library, config)(config).to(dtype).train()
+            model = class_for(library, config)(config).to(dtype).train()
             if checkpointing:
                 model.gradient_checkpointing_enable()
         return model
@@ -66,7 +65,7 @@ def plain(build: Callable[[], nn.Module], *sample: int, dtype: torch.dtype = tor
 
 def lora() -> Any:
     """PEFT's own adapters in the process; the plan adds adapters itself."""
-    build, describe = LLAMA()
+    build, describe = llama()
 
     def adapted() -> nn.Module:
         base = build()
@@ -91,17 +90,17 @@ def conv_net() -> nn.Module:
     return nn.Sequential(*layers, *block(1024, 1024), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1024, 100))
 
 
-def LLAMA(**more: Any) -> Any:  # noqa: N802
+def llama(**more: Any) -> Any:
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
     return hugging_face("llama", **{**sizes, "num_key_value_heads": 2, "vocab_size": 16000, **more})
 
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: hugging_face("gpt2", n_embd=512, n_layer=8, n_head=8, vocab_size=20000, attn_pdrop=0.0),
-    "llama": LLAMA,
-    "llama, bf16": lambda: LLAMA(dtype=torch.bfloat16),
-    "llama, checkpointing": lambda: LLAMA(checkpointing=True),
-    "llama, tied embeddings": lambda: LLAMA(tie_word_embeddings=True),
+    "llama": llama,
+    "llama, bf16": lambda: llama(dtype=torch.bfloat16),
+    "llama, checkpointing": lambda: llama(checkpointing=True),
+    "llama, tied embeddings": lambda: llama(tie_word_embeddings=True),
     "llama, LoRA r = 8": lora,
     "mistral, sliding window": lambda: hugging_face(
         "mistral", hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
@@ -232,11 +231,10 @@ def measure(name: str, optimizer_name: str) -> dict[str, Any]:
 
 
 def run(name: str, optimizer: str) -> dict[str, Any]:
-    """`measure` in a fresh process whose freed buffers go back to the system at once."""
+    """`measure` in a fresh process."""
     result = subprocess.run(
         [sys.executable, __file__, name, "--optimizer", optimizer, "--here"],
-        capture_output=True, text=True, check=False,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     if result.returncode:
         raise SystemExit(f"{name}: {result.stderr[-2000:]}")

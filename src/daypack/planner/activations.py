@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -18,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 from daypack.planner.live import LiveTensors
 from daypack.planner.model import Inputs, ModelSpec
 from daypack.planner.pretrained import quiet
+from daypack.planner.substitutes import substitutes
 
-#: Micro-batches at which a module is measured; in between and beyond, the line through its neighbours.
-KNOTS = (1, 64, 4096)
+#: Micro-batches at which a module is measured; in between, the line through its neighbours.
+KNOTS = tuple(4**i for i in range(9))
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,9 @@ class ActivationPlanner:
         return self._at[batch]
 
     def peak(self, batch: int) -> float:
-        """Peak bytes at ``batch``: between and beyond the measured sizes, on the line through two of them.
+        """Peak bytes at ``batch``: between the measured sizes, on the line through two of them.
 
-        The peak is the largest of several functions that rise in straight lines, so a chord never lies below it.
+        The peak is the largest of several functions that rise in straight lines, so such a line never lies below it.
         """
         if batch in self._at or self.exactly(1).how == "formula":
             return self.exactly(batch).peak
@@ -76,10 +75,9 @@ class ActivationPlanner:
 
     def _measure(self, batch: int) -> Activations:
         if self._prepared is not None and not self.problem:
-            module, inputs, scale = self._prepared
+            module, inputs = self._prepared
             try:
-                found = measure(module, inputs, batch, self.sequence, flash=self.flash)
-                return Activations(ceil(found.saved * scale), ceil(found.peak * scale), "measured")
+                return measure(module, inputs, batch, self.sequence, flash=self.flash)
             except Exception as error:  # whatever a module does with tensors that have no values
                 self.problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         shape = self.model.transformer
@@ -90,8 +88,8 @@ class ActivationPlanner:
         return Activations(shape.saved_bytes(*sizes, **options), shape.peak_bytes(*sizes, **options), "formula")
 
     @cached_property
-    def _prepared(self) -> tuple[nn.Module, Inputs, float] | None:
-        """The module in the dtype of the arithmetic, how to call it, and what to multiply its bytes with."""
+    def _prepared(self) -> tuple[nn.Module, Inputs] | None:
+        """The module in the dtype of the arithmetic, and how to call it."""
         module, inputs = self.model.module, self.model.inputs
         if module is None or inputs is None:
             return None
@@ -106,19 +104,14 @@ class ActivationPlanner:
                 )
             enable()
         _cast(module, self.compute)
-        scale = 1.0
-        if self.compute.itemsize == 4 and any("experts" in name for name, _ in module.named_modules()):
-            # Grouped matrix products of experts run on the meta device in bf16 only, at half the bytes.
-            _cast(module, torch.bfloat16)
-            scale = 2.0
-        return module, inputs, scale
+        return module, inputs
 
 
 def measure(module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, flash: bool = True) -> Activations:
     """Run forward and backward on the meta device, and count what is alive.
 
     Every tensor that an operation creates counts for as long as its storage lives: what autograd saves, what
-    checkpoints keep, temporaries, gradients of activations. So do inputs. Parameters, their gradients and buffers do not.
+    checkpoints keep, temporaries, gradients of activations; inputs too. Parameters, their gradients and buffers do not.
 
     Args:
         module: on the meta device, in the mode and dtype to be measured.
@@ -133,7 +126,7 @@ def measure(module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, fla
         p.grad = torch.empty_like(p)
     given = inputs(batch, sequence)
     known = [*module.parameters(), *module.buffers(), *(p.grad for p in trainable if p.grad is not None)]
-    with quiet(), LiveTensors(known) as live, _attention(flash):
+    with quiet(), LiveTensors(known) as live, substitutes(flash):
         live.note(value for value in tree_leaves(given) if isinstance(value, Tensor))
         output = module(**given) if isinstance(given, Mapping) else module(*given)
         loss = _loss(output)
@@ -163,41 +156,3 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     for name, p in module.named_parameters():
         if p.is_floating_point() and "lora_" not in name:
             p.data = p.data.to(dtype)
-
-
-@contextmanager
-def _attention(flash: bool) -> Iterator[None]:
-    """Attention on the meta device as a flash kernel; torch itself would fall back to keeping the attention matrix.
-
-    The name is replaced, because checkpoints compute again inside the backward pass, where function modes are off. Real
-    tensors of other threads take the way that they always take.
-    """
-    original = nn.functional.scaled_dot_product_attention
-
-    def attend(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return (_flash if query.is_meta else original)(query, *args, **kwargs)
-
-    if flash:
-        nn.functional.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = original
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Keeps query, key, value, output and the log-sum-exp of each row, as the kernels for GPUs do."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = attn_mask.to(query.dtype)
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output: Tensor = operator(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return output

@@ -52,6 +52,7 @@ def gpu_memory(name: str) -> int:
     key = re.sub(r"(?<=[0-9])gb?$", "", re.sub(r"[\s_]+", "", name.lower()).removeprefix("nvidia").removeprefix("amd"))
     plain = key.replace("-", "")
     for known, size in GPUS.items():
-        if plain in (known.replace("-", ""), known.removeprefix("rtx")):
+        name_only = known.replace("-", "")
+        if plain in (name_only, name_only.removeprefix("rtx"), f"{name_only}{size:g}"):
             return int(size * 1e9)
     raise ValueError(f"unknown GPU {name!r}; give --memory instead, or one of {', '.join(GPUS)}")

@@ -12,7 +12,7 @@ from torch import nn
 
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY
-from daypack.planner.activations import ActivationPlanner
+from daypack.planner.activations import KNOTS, ActivationPlanner
 from daypack.planner.advice import recommend
 from daypack.planner.devices import gpu_memory
 from daypack.planner.lora import ALL_LINEAR, with_lora
@@ -23,7 +23,6 @@ from daypack.planner.state import parse_optimizer, plan_state
 from daypack.planner.units import dtype_name
 
 SEQUENCE = 2048
-LARGEST_BATCH = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ def _largest_batch(row: OptimizerPlan, setup: _Setup, limit: int) -> int | None:
     left = limit - row.resident
     if row.temporaries > left or setup.activations.peak(1) > left:
         return 0
-    low, high = 1, LARGEST_BATCH
+    low, high = 1, KNOTS[-1]
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if setup.activations.peak(middle) <= left else (low, middle - 1)

@@ -61,7 +61,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
             ):
                 settings.decoder_start_token_id = 0
             with torch.device("meta"):
-                module = _class(library, settings)(settings)
+                module = class_for(library, settings)(settings)
     except Exception as error:  # the library's own errors are of every type
         text = " ".join(str(error).split())[:300]
         raise ValueError(f"transformers cannot build {name}: {type(error).__name__}: {text}") from None
@@ -80,7 +80,7 @@ def describe(
     return replace(spec, context=context if isinstance(context, int) and context > 0 else None)
 
 
-def _class(library: Any, settings: Any) -> Any:
+def class_for(library: Any, settings: Any) -> Any:
     """The class that the configuration names, else the one for training a model of its type from scratch."""
     for name in getattr(settings, "architectures", None) or ():
         found = getattr(library, str(name), None)

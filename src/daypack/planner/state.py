@@ -203,7 +203,8 @@ def _step(name: str, spec: ParamSpec, options: Mapping[str, Any]) -> tuple[Layou
     p.grad = torch.empty_like(p)
     try:
         optimizer.step()
-        with LiveTensors() as live:
+        state = [value for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor)]
+        with LiveTensors([p, p.grad, *state]) as live:
             optimizer.step()
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"{name} cannot be planned: its step does not run on shapes alone ({error})") from None
