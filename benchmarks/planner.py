@@ -118,7 +118,9 @@ MODELS: dict[str, Callable[[], Any]] = {
         "bert", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
         attention_probs_dropout_prob=0.0,
     ),
-    "t5": lambda: hugging_face("t5", d_model=512, d_ff=2048, num_layers=6, num_heads=8, vocab_size=16000),
+    "t5": lambda: hugging_face(
+        "t5", d_model=512, d_ff=2048, num_layers=6, num_heads=8, vocab_size=16000, dropout_rate=0.0,
+    ),
     "vit": lambda: hugging_face(
         "vit", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
         attention_probs_dropout_prob=0.0,

@@ -83,6 +83,9 @@ def test_recommendations():
     assert tight.recommended == "gefen"
     assert "where adamw lacks" in tight.reason
     assert "both of its moments" in tight.reason
+    fused = plan_memory(large, memory=45 * GB // 10, optimizers=["adamw", "gefen"])
+    assert fused.recommended == "adamw"
+    assert "fits with fused=True" in fused.reason
     none = plan_memory(spec(), memory=10**7)
     assert none.recommended is None
     assert none.reason.startswith("Nothing fits: even sgd lacks")
@@ -155,6 +158,32 @@ def test_lora_on_a_module_and_on_shapes():
         plan_memory(from_shapes(named), lora_rank=2, lora_targets=["nothing"])
     with pytest.raises(ValueError, match="at least 1"):
         plan_memory(spec(), lora_rank=0)
+
+
+def test_a_real_module_stays_as_it_is_and_is_planned_like_its_meta_twin():
+    def inputs(batch, sequence):
+        return (torch.zeros(batch, 16, device="meta"),)
+
+    net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16))
+    net[2].weight = nn.Parameter(net[0].weight.detach().t().contiguous())
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    plan = plan_memory(net, inputs=inputs, batch=4)
+    assert plan.activations.how == "measured"
+    assert plan.to_dict() == plan_memory(net.to("meta"), inputs=inputs, batch=4).to_dict()
+    net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16)).eval()
+    net.load_state_dict(before)
+    plan_memory(net, inputs=inputs, compute=torch.bfloat16, lora_rank=2)
+    assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in net.parameters())
+    assert not net.training
+
+
+def test_a_model_of_transformers_needs_no_inputs():
+    library = pytest.importorskip("transformers")
+    config = library.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=64)
+    plan = plan_memory(library.GPT2LMHeadModel(config), optimizers=["gefen"])
+    assert plan.sequence == 64
+    assert plan.activations.how == "measured"
 
 
 def test_shapes_alone_have_no_activations():

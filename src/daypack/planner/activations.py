@@ -19,7 +19,7 @@ from daypack.planner.pretrained import quiet
 from daypack.planner.substitutes import substitutes
 
 #: Micro-batches at which a module is measured; in between, the line through its neighbours.
-KNOTS = tuple(4**i for i in range(9))
+KNOTS: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ActivationPlanner:
         """
         if batch in self._at or self.exactly(1).how == "formula":
             return self.exactly(batch).peak
-        low, high = next(((a, b) for a, b in pairwise(KNOTS) if batch <= b), KNOTS[-2:])
+        low, high = next(((a, b) for a, b in pairwise(KNOTS) if batch <= b), (KNOTS[-2], KNOTS[-1]))
         start, end = self.exactly(low).peak, self.exactly(high).peak
         return start + (end - start) * (batch - low) / (high - low)
 

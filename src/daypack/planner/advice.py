@@ -13,7 +13,7 @@ BASELINE = "adamw"
 def recommend(plan: MemoryPlan) -> MemoryPlan:
     """``plan`` with a recommendation.
 
-    AdamW where it fits: nothing is gained by compressing what is not scarce. Else, of those that keep both of AdamW's
+    AdamW where it fits, if need be with ``fused=True``: nothing is gained by compressing what is not scarce. Else, of those that keep both of AdamW's
     moments, the one that leaves most room; else the one with the least state that is not none; else one without state.
     """
     rows = plan.planned
@@ -22,9 +22,15 @@ def recommend(plan: MemoryPlan) -> MemoryPlan:
     if plan.memory is None:
         return replace(plan, reason=_without_limit(rows))
     fitting = [row for row in rows if row.fits]
+    baseline = next((row for row in rows if row.optimizer == BASELINE), None)
+    if baseline is not None and not baseline.fits and _fused(baseline) <= plan.memory:
+        reason = (
+            f"{BASELINE} fits with fused=True, {show_bytes(plan.memory - _fused(baseline))} to spare; without it its "
+        )
+        reason += f"step takes {show_bytes(baseline.temporaries)} of temporaries."
+        return replace(plan, recommended=BASELINE, reason=reason)
     if not fitting:
         return replace(plan, reason=_nothing_fits(plan, rows, plan.memory))
-    baseline = next((row for row in rows if row.optimizer == BASELINE), None)
     if baseline is not None and baseline.fits:
         reason = (
             f"{BASELINE} fits with {show_bytes(plan.memory - baseline.total)} to spare, so nothing need be compressed"
@@ -39,12 +45,18 @@ def recommend(plan: MemoryPlan) -> MemoryPlan:
     if best.largest_batch:
         reason += f" and a micro-batch of up to {best.largest_batch}"
     if baseline is not None:
-        reason += f", where {BASELINE} lacks {show_bytes(baseline.total - plan.memory)}"
+        reason += f", where {BASELINE} lacks {show_bytes(_fused(baseline) - plan.memory)}"
+        reason += " even with fused=True" if _fused(baseline) < baseline.total else ""
     if best.keeps_both_moments:
         reason += ", and keeps both of its moments" if baseline is not None else ", and keeps both moments"
     elif not best.state:
         reason += "; it keeps no state at all and needs its own learning rate"
     return replace(plan, recommended=best.optimizer, reason=reason + ".")
+
+
+def _fused(row: OptimizerPlan) -> int:
+    """Total of one of torch's optimizers with ``fused=True``, whose step has no temporaries."""
+    return row.resident + row.activations
 
 
 def _preference(row: OptimizerPlan) -> tuple[int, int]:

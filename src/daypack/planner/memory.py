@@ -18,6 +18,7 @@ from daypack.planner.devices import gpu_memory
 from daypack.planner.lora import ALL_LINEAR, with_lora
 from daypack.planner.model import Inputs, ModelSpec, ParamSpec, from_module, from_shapes
 from daypack.planner.parallel import Parallel
+from daypack.planner.pretrained import describe
 from daypack.planner.result import MemoryPlan, OptimizerPlan
 from daypack.planner.state import parse_optimizer, plan_state
 from daypack.planner.units import dtype_name
@@ -74,8 +75,8 @@ def plan_memory(
     estimated; temporaries of a step are an upper bound for daypack's optimizers and measured for torch's.
 
     Args:
-        model: a module (on any device; only one on the meta device has its activations measured), shapes or named
-            shapes, or what `daypack.planner.sources.load_model` returns.
+        model: a module, on any device (it stays as it is), shapes or named shapes, or what
+            `daypack.planner.sources.load_model` returns.
         optimizers: registered names, with options as in ``"sgd:momentum=0.9"``; all registered ones by default.
         memory: of one GPU, bytes. Or ``gpu``: its name.
         gpus: number of GPUs.
@@ -92,7 +93,8 @@ def plan_memory(
         sequence: tokens per sample; by default 2,048, or the model's longest if that is shorter.
         batch: samples per GPU and pass; by default 1. The largest that fits is reported either way.
         attention: ``"math"`` counts the attention matrix, which flash kernels do not keep.
-        inputs: (batch, sequence) -> arguments of the module's forward, on the meta device.
+        inputs: (batch, sequence) -> arguments of the module's forward, on the meta device; models of transformers
+            need none. Without them activations are not counted.
         foreach: torch's own optimizers step all parameters at once, their default on a GPU.
 
     Raises:
@@ -147,7 +149,10 @@ def plan_memory(
 
 def _describe(model: ModelSpec | nn.Module | Iterable[Any], inputs: Inputs | None) -> ModelSpec:
     if isinstance(model, nn.Module):
-        model = from_module(model)
+        # A model of transformers says itself how it is called.
+        model = (
+            describe(model) if hasattr(model, "main_input_name") and hasattr(model, "config") else from_module(model)
+        )
     spec = model if isinstance(model, ModelSpec) else from_shapes(model)
     if not spec.params:
         raise ValueError(f"{spec.name} has no parameters")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ def from_module(
     inputs: Inputs | None = None,
     transformer: TransformerShape | None = None,
 ) -> ModelSpec:
-    """Describe ``module``, on whatever device it is; its values are neither read nor copied.
+    """Describe ``module``, on whatever device it is; its values are neither read nor copied, and it stays as it is.
 
     Parameters that share memory are one parameter. Groups are those of `daypack.param_groups`.
     """
@@ -116,10 +117,22 @@ def from_module(
         name or type(module).__name__,
         params,
         sum(buffers.values()),
-        module if all(p.is_meta for p in module.parameters()) else None,
+        meta_twin(module),
         transformer,
         inputs,
     )
+
+
+def meta_twin(module: nn.Module) -> nn.Module:
+    """``module`` itself if it is on the meta device, else a copy there, for which nothing is allocated."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(t.is_meta for t in tensors):
+        return module
+    twins: dict[int, Any] = {}
+    for t in tensors:
+        twin = t.detach().to("meta")
+        twins[id(t)] = nn.Parameter(twin, t.requires_grad) if isinstance(t, nn.Parameter) else twin
+    return copy.deepcopy(module, twins)
 
 
 def from_shapes(

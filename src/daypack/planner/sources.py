@@ -95,12 +95,12 @@ def from_function(text: str, sample: str | None = None) -> ModelSpec:
         function = getattr(importlib.import_module(module_name), name)
         with torch.device("meta"):
             result = function()
-    except Exception as error:  # whatever the user's code does
+    except (Exception, SystemExit) as error:  # whatever the user's code does
         raise ValueError(f"{text} failed: {type(error).__name__}: {error}") from None
     module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(module, nn.Module):
         raise ValueError(f"{text} must return a torch.nn.Module, got {type(module).__name__}")
-    return from_module(module.to("meta"), name=text, inputs=inputs or (sample_inputs(sample) if sample else None))
+    return from_module(module, name=text, inputs=inputs or (sample_inputs(sample) if sample else None))
 
 
 def sample_inputs(sample: str) -> Inputs:
