@@ -1,13 +1,163 @@
-"""The only file that knows distributed tensors."""
+"""The only file that knows distributed tensors and process groups.
+
+A parameter that is a DTensor is stepped on each rank's own part. Its state lies the way the parameter does: tensors
+whose dim 0 follows the parameter's are DTensors with its mesh and placements, all others are whole on every rank.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from daypack.formats.base import ComponentSpec, Geometry, geometry
 
-def is_distributed(tensor: Tensor) -> bool:
+
+def is_distributed(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor; asks without importing torch.distributed.tensor, which costs a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Why a DTensor cannot be stepped; None if it can (or is none)."""
+    if not is_distributed(tensor):
+        return None
+    placements = tuple(tensor.placements)  # type: ignore[attr-defined]
+    if all(place.is_replicate() or (place.is_shard() and place.dim == 0) for place in placements):
+        return None
+    return f"is a DTensor placed as {placements}; shard it along dim 0 (fully_shard's default) or replicate it"
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: memory that it shares with the DTensor, or the tensor itself."""
+    if not is_distributed(tensor):
+        return tensor
+    local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def to_local_gradient(param: Tensor) -> Tensor:
+    """This rank's part of a gradient, laid out as the parameter's; zeros that take no memory if it has none."""
+    grad = param.grad
+    if grad is None:
+        part = to_local(param)
+        return part.new_zeros(()).expand(part.shape)
+    if is_distributed(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return to_local(grad)
+
+
+def local_geometry(tensor: Tensor) -> Geometry:
+    """The matrix view of this rank's part; what is decided from shapes is decided from the global one."""
+    view = geometry(tuple(tensor.shape))
+    if not is_distributed(tensor):
+        return view
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    return view.shard(tuple(shape), offset[0] if offset else 0)
+
+
+def wrap(param: Tensor, local: Tensor, spec: ComponentSpec) -> Tensor:
+    """``local`` as a state tensor of ``param``; ``spec`` is that of the whole parameter."""
+    if not (is_distributed(param) and spec.follows):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    # Without the global shape, uneven and empty shards would be taken for even ones.
+    stride = torch.empty(spec.shape, device="meta").stride()
+    return DTensor.from_local(
+        local,
+        param.device_mesh,  # type: ignore[attr-defined]
+        param.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=stride,
+    )
+
+
+def place(param: Tensor, value: Tensor, spec: ComponentSpec) -> Tensor:
+    """This rank's part of a saved state tensor (a DTensor sharded in whatever way, or the whole of it) of ``param``."""
+    follows = is_distributed(param) and spec.follows
+    if is_distributed(value):
+        if follows and value.device_mesh == param.device_mesh and value.placements == param.placements:  # type: ignore[attr-defined]
+            return to_local(value)
+        value = value.full_tensor()  # type: ignore[attr-defined]
+    view = local_geometry(param)
+    return value.narrow(0, view.start if view.shape[0] else 0, view.shape[0]) if follows and value.dim() else value
+
+
+class LocalState(dict[str, Any]):
+    """This rank's parts of the state of a DTensor parameter. A tensor set here goes into the state itself, wrapped."""
+
+    def __init__(self, param: Tensor, state: dict[str, Any], specs: dict[str, ComponentSpec]) -> None:
+        super().__init__({key: to_local(value) for key, value in state.items()})
+        self._param, self._state, self._specs = param, state, specs
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value is self.get(key):
+            return  # changed in place
+        super().__setitem__(key, value)
+        spec = self._specs[key]
+        # What calibration resizes is the last dim.
+        whole = (*spec.shape[:-1], value.shape[-1]) if value.dim() else spec.shape
+        self._state[key] = wrap(self._param, value, ComponentSpec(spec.suffix, whole, spec.dtype, spec.follows))
+
+
+Groups = tuple[Any, ...]
+
+
+def groups_of(param: Tensor) -> Groups:
+    """The process groups over which the shards of ``param`` are added up; none where each rank has all of it."""
+    if not is_distributed(param):
+        return ()
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+
+
+def add_up(groups: Groups, numbers: Tensor) -> Tensor:
+    """``numbers`` summed over the ranks of ``groups``, in place. Every rank calls it, with tensors of one size."""
+    import torch.distributed
+
+    for group in groups:
+        torch.distributed.all_reduce(numbers, group=group)
+    return numbers
+
+
+def agree(params: Sequence[Tensor], error: ValueError | None) -> None:
+    """Raise ``error``, or on the ranks that had none another one, if any rank that shares one of ``params`` has one."""
+    failed = 0
+    for groups in {groups_of(p): None for p in params if groups_of(p)}:
+        device = next(p.device for p in params if groups_of(p) == groups)
+        failed += int(add_up(groups, torch.tensor([error is not None], dtype=torch.float32, device=device)))
+    if error or failed:
+        raise error or ValueError("another rank refused its part; its error says why. Nothing was changed")
+
+
+class Buffer:
+    """Tensors of fixed sizes that are added up over the ranks by one collective per set of process groups.
+
+    Attributes:
+        sizes: numbers of each entry.
+    """
+
+    def __init__(self, groups: Sequence[Groups], sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self._members: dict[Groups, list[int]] = {}
+        for i, each in enumerate(groups):
+            self._members.setdefault(each, []).append(i)
+
+    def add_up(self, entries: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over all ranks of each entry, 1-D, in the widest dtype among those that travel together."""
+        result = list(entries)
+        for groups, members in self._members.items():
+            dtype = torch.float64 if any(entries[i].dtype == torch.float64 for i in members) else torch.float32
+            together = torch.cat([entries[i].reshape(-1).to(dtype) for i in members])
+            parts = torch.split(add_up(groups, together), [self.sizes[i] for i in members])
+            for i, part in zip(members, parts, strict=True):
+                result[i] = part
+        return result

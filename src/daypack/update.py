@@ -120,9 +120,13 @@ class Update:
 
     Attributes:
         name: for messages only; it never enters the mathematics.
+        param: this rank's part of the parameter; the parameter itself if it is not sharded.
         group: the parameter's group, with its options.
-        state: empty before the first step.
+        state: this rank's part; empty before the first step.
+        whole: the parameter as its group holds it.
+        part: this rank's part of the gradient; None: the gradient is ``param.grad``.
         sums: complete statistics of g^2 of this step, as the second moment's format laid them out (reference only).
+        zero: whether the gradient is all zeros on every rank, where that was asked.
     """
 
     name: str
@@ -131,11 +135,14 @@ class Update:
     state: State
     plan: ParamPlan
     view: Geometry
+    whole: Tensor
+    part: Tensor | None = None
     sums: tuple[Tensor, ...] = ()
+    zero: bool | None = None
 
     @property
     def grad(self) -> Tensor:
-        return cast(Tensor, self.param.grad)
+        return cast(Tensor, self.param.grad) if self.part is None else self.part
 
     @property
     def steps(self) -> int:

@@ -27,11 +27,14 @@ class ComponentSpec:
         suffix: appended to the moment's name to give the state key (``"exp_avg" + "_codes"``).
         shape: global shape; it follows from the parameter's global shape alone, never from data or from a shard.
         dtype: storage type.
+        follows: its dim 0 is dim 0 of the parameter, so that a shard of the one is a shard of the other; False where
+            every rank holds the whole of it.
     """
 
     suffix: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    follows: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -44,16 +47,38 @@ class ComponentSpec:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A parameter seen as ``matrices`` matrices of ``rows x cols``.
+    """A parameter, or one rank's shard of it along dim 0, seen as ``matrices`` matrices of ``rows x cols``.
 
     Attributes:
-        shape: the parameter's shape.
+        shape: the shape of what is here.
         batched: True where the leading dims ``shape[:-2]`` count separate matrices (experts), False where everything
-            behind dim 0 is one row (linear and convolution weights).
+            behind dim 0 is one row (linear and convolution weights). Decided by the whole parameter.
+        whole: the whole parameter's shape.
+        start: where in dim 0 of the whole parameter this shard begins.
     """
 
     shape: tuple[int, ...]
     batched: bool
+    whole: tuple[int, ...]
+    start: int = 0
+
+    def shard(self, shape: tuple[int, ...], start: int) -> Geometry:
+        """The part of ``shape`` that begins at ``start`` of dim 0."""
+        return Geometry(shape, self.batched, self.whole, start)
+
+    @property
+    def sharded(self) -> bool:
+        return self.shape != self.whole
+
+    @property
+    def origin(self) -> int:
+        """Place of the first element in the whole parameter."""
+        return self.start * prod(self.whole[1:])
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows of a matrix on all ranks together."""
+        return self.rows if self.batched or len(self.whole) < 2 else self.whole[0]
 
     @property
     def matrices(self) -> int:
@@ -85,9 +110,9 @@ class Geometry:
 @lru_cache(maxsize=4096)
 def geometry(shape: tuple[int, ...]) -> Geometry:
     """The matrix view of ``shape`` that stores fewer row and column factors; ``[d0, rest]`` where they tie."""
+    flat, batched = Geometry(shape, False, shape), Geometry(shape, True, shape)
     if len(shape) < 3 or 0 in shape:
-        return Geometry(shape, batched=False)
-    flat, batched = Geometry(shape, batched=False), Geometry(shape, batched=True)
+        return flat
 
     def factors(view: Geometry) -> int:
         return prod(view.row_shape) + prod(view.col_shape)
@@ -209,6 +234,14 @@ class StateFormat:
 
     def observe(self, sums: tuple[Tensor, ...], view: Geometry, chunk: Chunk, squared: Tensor) -> None:
         """Add ``squared`` (g^2 under ``chunk``, ``[b, r, c]``) to the accumulators. Writes nothing else."""
+
+    def shared(self, view: Geometry) -> int:
+        """How many numbers among the `sums` over a shard belong to all shards and are added up over them."""
+        return 0
+
+    def shared_sums(self, sums: tuple[Tensor, ...]) -> Tensor:
+        """Those numbers, a view. Asked only if there are any."""
+        raise NotImplementedError
 
     def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
         """Moving average with decay ``beta`` of the mean of g^2, from complete ``sums``, which it uses up."""

@@ -33,7 +33,7 @@ class BlockMean(StateFormat):
     def _specs(self, view: Geometry, dtype: torch.dtype, size: int) -> tuple[ComponentSpec, ...]:
         means = ComponentSpec("_block", (*view.row_shape, block_count(view.cols, size)), accumulator(dtype))
         # A tensor, because distributed checkpoints do not load Python numbers in place. 0 is the default block size.
-        return means, ComponentSpec("_block_size", (), torch.int64)
+        return means, ComponentSpec("_block_size", (), torch.int64, follows=False)
 
     def _size(self, state: State, name: str, view: Geometry) -> int:
         return int(state.get(name + "_block_size", 0)) or default_block_size(view.cols)

@@ -53,7 +53,7 @@ class BlockQuantized(StateFormat):
         return (
             ComponentSpec("_codes", view.shape, torch.uint8),
             ComponentSpec("_scale", (*view.row_shape, block_count(view.cols, self._block(view))), scale),
-            ComponentSpec("_codebook", (LEVELS,), torch.float32),
+            ComponentSpec("_codebook", (LEVELS,), torch.float32, follows=False),
         )
 
     def _scale(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
@@ -159,7 +159,7 @@ def dither(view: Geometry, chunk: Chunk, step: int, like: Tensor) -> Tensor:
     low-discrepancy sequence, so the rounding errors that a moving average adds up nearly cancel.
     """
     matrix, row, col = (part.indices(size)[0] for part, size in zip(chunk, view.view3, strict=True))
-    first = ((matrix * view.rows + row) * view.cols + col) * DITHER_INDEX + step * DITHER_STEP
+    first = (view.origin + (matrix * view.rows + row) * view.cols + col) * DITHER_INDEX + step * DITHER_STEP
     # A chunk is a contiguous run of elements. Integer products wrap around, which is the modulo that is meant.
     turns = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(_signed(DITHER_INDEX))
     return turns.add_(_signed(first)).view(like.shape)

@@ -24,7 +24,10 @@ class Factored(StateFormat):
 
     def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
         real = accumulator(dtype)
-        return ComponentSpec("_row", view.row_shape, real), ComponentSpec("_col", view.col_shape, real)
+        return (
+            ComponentSpec("_row", view.row_shape, real),
+            ComponentSpec("_col", view.col_shape, real, follows=view.batched),
+        )
 
     def sums(self, state: State, name: str, view: Geometry, like: Tensor) -> tuple[Tensor, ...]:
         return tuple(
@@ -36,8 +39,14 @@ class Factored(StateFormat):
         sums[0][matrix, row] += squared.sum(-1)
         sums[1][matrix, col] += squared.sum(-2)
 
+    def shared(self, view: Geometry) -> int:
+        return 0 if view.batched else view.cols
+
+    def shared_sums(self, sums: tuple[Tensor, ...]) -> Tensor:
+        return sums[1]
+
     def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
-        for key, total, count in (("_row", sums[0], view.cols), ("_col", sums[1], view.rows)):
+        for key, total, count in (("_row", sums[0], view.cols), ("_col", sums[1], view.whole_rows)):
             mean = state[name + key]
             mean.lerp_((total / count).view(mean.shape), 1 - beta)
 

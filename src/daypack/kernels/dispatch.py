@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from daypack.kernels import native, reference
 from daypack.update import Update
 
 Kernel = Literal["native", "reference"]
+
+#: Squares that rules measured, by the id of their update -> the sums over all ranks.
+AddUp: TypeAlias = Callable[[dict[int, Tensor]], dict[int, Tensor]]
 
 _forced: ContextVar[Kernel | None] = ContextVar("daypack_kernel", default=None)
 
@@ -76,13 +79,16 @@ class Work:
         if self._batch is not None:
             self._batch.attach()
 
-    def observe(self) -> NDArray[np.bool_]:
-        """First pass over every gradient, which writes nothing but statistics; whether each sum of g^2 is finite."""
-        finite = np.ones(len(self.updates), bool)
+    def observe(self) -> NDArray[np.float64]:
+        """First pass over every gradient, which writes nothing but statistics; the sum of g^2 of each update.
+
+        A sum is not finite if the gradient is not, or if a statistic of it would overflow.
+        """
+        totals = np.zeros(len(self.updates))
         if self._batch is not None:
-            finite[self._native] = self._batch.observe()
-        finite[self._rest] = _finite([reference.observe(update) for update in self.rest])
-        return finite
+            totals[self._native] = self._batch.observe()
+        totals[self._rest] = _numbers([reference.observe(update) for update in self.rest])
+        return totals
 
     def step(self) -> NDArray[np.bool_]:
         """Both passes over every update whose gradient is finite; which ones are.
@@ -92,19 +98,39 @@ class Work:
         finite = np.ones(len(self.updates), bool)
         if self._batch is not None:
             finite[self._native] = self._batch.step()
-        finite[self._rest] = _finite([reference.observe(update) for update in self.rest])
-        for i in self._rest:
-            if finite[i]:
-                reference.apply(self.updates[i])
+        finite[self._rest] = np.isfinite(_numbers([reference.observe(update) for update in self.rest]))
+        self._apply_rest(finite, None)
         return finite
 
-    def apply(self, admitted: NDArray[np.bool_]) -> None:
-        """Second pass over the updates marked by ``admitted``: steps, moments, rule, decay and parameters."""
+    def apply(self, admitted: NDArray[np.bool_], add_up: AddUp | None = None) -> None:
+        """Second pass over the updates marked by ``admitted``: steps, moments, rule, decay and parameters.
+
+        Args:
+            add_up: makes sums over all ranks of what rules measure of each update, if parts of them are elsewhere.
+        """
         if self._batch is not None:
             self._batch.apply(admitted[self._native])
+        self._apply_rest(admitted, add_up)
+
+    def _apply_rest(self, admitted: NDArray[np.bool_], add_up: AddUp | None) -> None:
+        stepped = [self.updates[i] for i in self._rest if admitted[i]]
+        for update in stepped:
+            reference.combine(update)
+        measured = [update for update in stepped if reference.measures(update)]
+        squares = {id(update): reference.measure(update) for update in measured}
+        squares = add_up(squares) if add_up else squares
+        for update in stepped:
+            reference.apply(update, reference.factor_of(update, squares[id(update)]) if id(update) in squares else 1.0)
+
+    def shared_sums(self) -> list[Tensor]:
+        """Per update the statistics that belong to all ranks, to be added up in place between the passes; 1-D."""
+        found = [torch.zeros(0)] * len(self.updates)
         for i in self._rest:
-            if admitted[i]:
-                reference.apply(self.updates[i])
+            update = self.updates[i]
+            form = update.plan.exp_avg_sq
+            if form and form.shared(update.view):
+                found[i] = form.shared_sums(update.sums).view(-1)
+        return found
 
 
 def _choose(update: Update) -> Kernel:
@@ -120,13 +146,13 @@ def _choose(update: Update) -> Kernel:
     return "reference" if refused else "native"
 
 
-def _finite(totals: list[Tensor]) -> list[bool]:
-    """Whether each total is finite; one transfer from each device."""
-    result: dict[int, bool] = {}
+def _numbers(totals: list[Tensor]) -> list[float]:
+    """The value of each 0-dim tensor; one transfer from each device."""
+    result: dict[int, float] = {}
     for device in {total.device for total in totals}:
         here = [(i, total) for i, total in enumerate(totals) if total.device == device]
-        flags = torch.stack([total.to(torch.float64) for _, total in here]).isfinite().tolist()
-        result.update(zip((i for i, _ in here), flags, strict=True))
+        values = torch.stack([total.to(torch.float64) for _, total in here]).tolist()
+        result.update(zip((i for i, _ in here), values, strict=True))
     return [result[i] for i in range(len(totals))]
 
 

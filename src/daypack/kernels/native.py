@@ -115,6 +115,8 @@ def refusal(update: Update) -> str | None:
         return "no native kernel for these formats"
     if isinstance(m, BlockQuantized) and (m.rounding != "dithered" or m.block_size > LARGEST_BLOCK):
         return f"no native kernel for blocks over {LARGEST_BLOCK} elements or other rounding than dithered"
+    if update.view.sharded:
+        return "no native kernel for a part of a parameter"
     if p.dtype not in TYPES or update.grad.dtype not in TYPES:
         return f"no native kernel for {p.dtype} parameters with {update.grad.dtype} gradients"
     tensors = [p, update.grad, *(value for value in update.state.values() if isinstance(value, Tensor))]
@@ -220,11 +222,11 @@ class Batch:
         self.table["grad"] = list(map(Tensor.data_ptr, grads))
         return not (self.table["grad"] % self.item_sizes).any()
 
-    def observe(self) -> NDArray[np.bool_]:
-        """First pass over the gradients; whether each is finite, with all sums of its squares."""
+    def observe(self) -> NDArray[np.float32]:
+        """First pass over the gradients; the sum of the squares of each."""
         self._make_room()
         _library().daypack_observe(*self._params(), torch.get_num_threads(), _at(self.totals))
-        return np.isfinite(self.totals)
+        return self.totals
 
     def apply(self, active: NDArray[np.bool_]) -> None:
         """Second pass over the parameters that ``active`` marks. Counts their steps."""

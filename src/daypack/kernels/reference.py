@@ -6,7 +6,7 @@ It touches one chunk of a parameter at a time, so a step's temporary memory does
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import lcm
+from math import lcm, prod
 from typing import cast
 
 import torch
@@ -37,7 +37,9 @@ def _hyper(update: Update, step: int) -> Hyper:
 
 
 def is_zero(update: Update) -> bool:
-    """Whether every element of the gradient is zero."""
+    """Whether every element of the gradient is zero, here or, where the ranks have told each other, on all of them."""
+    if update.zero is not None:
+        return update.zero
     # Chunk by chunk, because any() of the whole would allocate a byte for each of its elements.
     return not any(bool(read(update.grad, update.view, chunk).any()) for chunk in chunks(update.view))
 
@@ -59,16 +61,24 @@ def observe(update: Update) -> Tensor:
     return total
 
 
-def apply(update: Update) -> None:
-    """Second pass: the step count, both moments, the rule, decoupled decay and one rounding of the parameter."""
+def combine(update: Update) -> None:
+    """Between the passes: count the step, and bring the second moment's statistics up to date."""
+    update.state["step"] += 1
+    form = update.plan.exp_avg_sq
+    if form and form.statistics:
+        form.combine(update.state, "exp_avg_sq", update.view, update.sums, _hyper(update, update.steps).beta2)
+
+
+def apply(update: Update, factor: float = 1.0) -> None:
+    """Second pass: moments, the rule, decoupled decay and one rounding of the parameter.
+
+    Args:
+        factor: the whole tensor's, from `measure`, where the rule has one.
+    """
     plan, state, view = update.plan, update.state, update.view
-    state["step"] += 1
     hyper = _hyper(update, update.steps)
     m_form, v_form = plan.exp_avg, plan.exp_avg_sq
-    if v_form and v_form.statistics:
-        v_form.combine(state, "exp_avg_sq", view, update.sums, hyper.beta2)
     elements = _reader(update, hyper)
-    factor = _factor(update, hyper, elements)
     for chunk in _chunks(update):
         x = elements(chunk)
         direction, m = plan.rule.direction(x, hyper, factor)
@@ -96,15 +106,24 @@ def _reader(update: Update, hyper: Hyper) -> Callable[[Chunk], Elements]:
     return elements
 
 
-def _factor(update: Update, hyper: Hyper, elements: Callable[[Chunk], Elements]) -> float:
-    """The scale of the whole tensor where the rule has one: a pass of its own over all elements."""
-    rule = update.plan.rule
-    if rule.measured is None or rule.factor is None:
-        return 1.0
+def measures(update: Update) -> bool:
+    """Whether the rule scales whole tensors, so that `measure` has to come before `apply`."""
+    return update.plan.rule.measured is not None
+
+
+def measure(update: Update) -> Tensor:
+    """Squares of the parameter and of what the rule measures, added up here: fp64 ``[2]``. A pass of its own."""
+    rule, hyper = update.plan.rule, _hyper(update, update.steps)
     squares = torch.zeros(2, dtype=torch.float64, device=update.param.device)
-    for chunk in _chunks(update):
+    elements = _reader(update, hyper)
+    for chunk in _chunks(update) if rule.measured else ():
         x = elements(chunk)
-        for i, tensor in enumerate((x.p, rule.measured(x, hyper))):
+        for i, tensor in enumerate((x.p, rule.measured(x, hyper) if rule.measured else x.p)):
             squares[i] += tensor.square().sum(dtype=torch.float64)
-    param, measured = squares.sqrt_().tolist()
-    return rule.factor(param, measured, update.param.numel(), hyper)
+    return squares
+
+
+def factor_of(update: Update, squares: Tensor) -> float:
+    """The factor of a whole tensor from the `measure` of all its parts."""
+    rule, (param, measured) = update.plan.rule, squares.sqrt().tolist()
+    return rule.factor(param, measured, prod(update.view.whole), _hyper(update, update.steps)) if rule.factor else 1.0

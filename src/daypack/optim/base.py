@@ -5,21 +5,21 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from daypack import sharding
 from daypack.formats.base import State, geometry
-from daypack.formats.block_mean import BlockMean
-from daypack.formats.block_quantized import BlockQuantized
 from daypack.kernels import dispatch, reference
 from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
+from daypack.optim.calibrate import Calibration
+from daypack.optim.exchange import Exchange
 from daypack.optim.options import Group, check_gradient, check_param, param_name
 from daypack.update import ParamPlan, Update
 
@@ -65,7 +65,7 @@ class CompressedOptimizer(Optimizer):
 
     def _reset(self) -> None:
         """Forget what was derived from the state, because the state may have been replaced."""
-        self._calibrated = WeakIdKeyDictionary()
+        self._calibration = Calibration()
         self._work: Work | None = None
         self._work_key: tuple[Any, ...] = ()
         self._idle_steps = 0
@@ -112,15 +112,50 @@ class CompressedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        members = self._sharded()
+        if members:
+            self._step_together(Exchange(members))
+            return loss
         work = self._collect()
         if work.settled and not self._decides_between_passes():
             self._admit(work.updates, work.step())
             return loss
-        admitted = self._admit(work.updates, work.observe())
-        if not work.settled:
-            self._settle(work, admitted)
+        admitted = self._admit(work.updates, np.isfinite(work.observe()))
+        if not work.settled and self._settle(work, admitted):
+            work.observe()
         work.apply(admitted)
         return loss
+
+    def _sharded(self) -> list[tuple[Tensor, ParamPlan]]:
+        """Trainable parameters of which every rank holds a part."""
+        return [
+            (p, self.plan(p.shape, p.dtype, group, name))
+            for group, name, p in self._params()
+            if sharding.groups_of(p) and (p.requires_grad or p.grad is not None)
+        ]
+
+    def _step_together(self, exchange: Exchange) -> None:
+        """A step in which all ranks decide alike: what they know of gradients, they know together."""
+        work, error = None, None
+        self._work = None  # parts of parameters may be others at every step
+        try:
+            work = self._collect()
+        except ValueError as problem:
+            error = problem
+
+        def observe() -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+            return exchange.first(work, work.observe() if work else np.zeros(0), self._unsure, error)
+
+        totals, present = observe()
+        assert work is not None  # else the exchange has raised
+        admitted = self._admit(work.updates, np.isfinite(totals), present)
+        if self._settle(work, admitted):
+            observe()
+        work.apply(admitted, lambda squares: exchange.second(squares, work.updates))
+
+    def _unsure(self, update: Update) -> bool:
+        """Whether it matters that the update's gradient may be all zeros."""
+        return update.steps == 0 or not self._calibration.is_done(update)
 
     def _decides_between_passes(self) -> bool:
         """Whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
@@ -164,20 +199,25 @@ class CompressedOptimizer(Optimizer):
         """One `Update` for each parameter with a gradient, once all of them were checked."""
         updates = []
         for group, name, p in self._params():
-            if p.grad is None:
+            parted = bool(p.requires_grad and sharding.groups_of(p))  # another rank may have a gradient
+            if p.grad is None and not parted:
                 continue
-            check_gradient(p, p.grad, name)
-            state, plan, view = (
-                self.state.get(p, {}),
-                self.plan(p.shape, p.dtype, group, name),
-                geometry(tuple(p.shape)),
-            )
+            if p.grad is not None:
+                check_gradient(p, p.grad, name)
+            plan, view = self.plan(p.shape, p.dtype, group, name), sharding.local_geometry(p)
+            state = self._state_of(p, plan)
             if state:
                 saved.check_layout(self, name, p, plan, state)
             for moment, form in plan.moments if state else ():
                 form.load_(state, moment, view)  # some wrappers put saved state here themselves
-            updates.append(Update(name=name, param=p, group=group, state=state, plan=plan, view=view))
+            part = sharding.to_local_gradient(p) if sharding.is_distributed(p) else None
+            updates.append(Update(name, sharding.to_local(p), group, state, plan, view, whole=p, part=part))
         return updates
+
+    def _state_of(self, p: Tensor, plan: ParamPlan) -> dict[str, Any]:
+        """This rank's part of the state of a parameter; empty if it has none."""
+        state = self.state.get(p, {})
+        return sharding.LocalState(p, state, saved.specs_of(p, plan)) if state and sharding.is_distributed(p) else state
 
     def _warn_if_idle(self, updates: list[Update]) -> None:
         """Say once that no parameter ever had a gradient: the optimizer may hold tensors that nothing trains."""
@@ -189,7 +229,9 @@ class CompressedOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _admit(self, updates: list[Update], finite: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _admit(
+        self, updates: list[Update], finite: NDArray[np.bool_], present: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.bool_]:
         """Which updates are stepped: not those whose gradients are not finite, and not the zero-gradient probe.
 
         The probe is how torch.distributed.checkpoint has state created: a step with lr 0 on all-zero gradients of
@@ -197,6 +239,7 @@ class CompressedOptimizer(Optimizer):
         """
         for i in np.flatnonzero(~finite):
             self._refuse(updates[i])
+        finite = finite if present is None else finite & present
         if not any(float(group["lr"]) == 0 for group in self.param_groups):
             return finite
         probed = [float(u.group["lr"]) == 0 and u.steps == 0 and reference.is_zero(u) for u in updates]
@@ -222,69 +265,34 @@ class CompressedOptimizer(Optimizer):
         """
         for group, name, p in self._params():
             if (p.requires_grad or p.grad is not None) and p not in self.state:
-                view = geometry(tuple(p.shape))
+                view, part = geometry(tuple(p.shape)), sharding.local_geometry(p)
                 state: State = self.state[p]
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for moment, form in self.plan(p.shape, p.dtype, group, name).moments:
-                    for spec in form.components(view, p.dtype):
-                        device = spec.device(p.device)
-                        state[moment + spec.suffix] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+                    for spec, here in zip(form.components(view, p.dtype), form.components(part, p.dtype), strict=True):
+                        zeros = torch.zeros(here.shape, dtype=spec.dtype, device=spec.device(p.device))
+                        state[moment + spec.suffix] = sharding.wrap(p, zeros, spec)
 
-    # ----------------------------------------------------------- calibration
+    def _settle(self, work: Work, admitted: NDArray[np.bool_]) -> bool:
+        """What first steps need: state, and what is learned from gradients.
 
-    def _settle(self, work: Work, admitted: NDArray[np.bool_]) -> None:
-        """What first steps need: state, and what is learned from the first gradients that are not zero."""
+        Returns:
+            Whether statistics must be taken once more, because what they are taken over has changed.
+        """
         self.materialize_state()
         for update in work.updates:
-            update.state = self.state[update.param]
-        fresh = [
-            (update, moment, form)
-            for update, stepped in zip(work.updates, admitted.tolist(), strict=True)
-            for moment, form in update.plan.moments
-            if stepped and not self._is_calibrated(form.learned(update.state, moment)) and not reference.is_zero(update)
-        ]
-        self._learn_codebook([(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockQuantized)])
-        resized = [(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockMean)]
-        for update, moment, form in resized:
-            form.resize_(update.state, moment, update.view, dispatch.find_block_size(update))
+            update.state = self._state_of(update.whole, update.plan)
+        stepped = [update for update, on in zip(work.updates, admitted.tolist(), strict=True) if on]
+        changed = self._calibration.run(stepped, (self.state.get(p, {}) for _, _, p in self._params()))
         work.attach()
-        if resized:
-            work.observe()  # their blocks are others now
         self._work_key = self._key()  # with the states just created
-        learned = [form.learned(u.state, moment) for u in work.updates for moment, form in u.plan.moments]
-        work.settled = all(map(self._is_calibrated, learned))
-
-    def _learn_codebook(self, coded: list[tuple[Update, str, BlockQuantized]]) -> None:
-        if not coded:
-            return
-        levels = self._known_codebook()
-        if levels is None:
-            counts = sum(dispatch.histogram(update, form.block_size) for update, _, form in coded)
-            levels = dispatch.learn(cast(Tensor, counts), coded[0][2].block_size)
-        for update, moment, _ in coded:
-            update.state[moment + "_codebook"].copy_(levels)
-
-    def _is_calibrated(self, learned: Tensor | None) -> bool:
-        """Whether the tensor that is all zeros until calibration is so no more. Asked of the device once."""
-        if learned is None or learned in self._calibrated:
-            return True
-        if learned.any():
-            self._calibrated[learned] = True
-            return True
-        return False
+        work.settled = all(map(self._calibration.is_done, work.updates))
+        return changed
 
     def kernels(self) -> dict[Tensor, str]:
         """Which kernel took each parameter at the last step: ``"native"`` or ``"reference"``."""
         work = self._work
-        return {u.param: kernel for u, kernel in zip(work.updates, work.kernels, strict=True)} if work else {}
-
-    def _known_codebook(self) -> Tensor | None:
-        """The first calibrated parameter's codebook in group order; later parameters take it over."""
-        for _, _, p in self._params():
-            for key, value in self.state.get(p, {}).items():
-                if key.endswith("_codebook") and value.any():
-                    return cast(Tensor, value)
-        return None
+        return {u.whole: kernel for u, kernel in zip(work.updates, work.kernels, strict=True)} if work else {}
 
     # ------------------------------------------------------------ state dict
 
@@ -300,8 +308,12 @@ class CompressedOptimizer(Optimizer):
             self.state = live
         keys = [key for group in packed["param_groups"] for key in group["params"]]
         for key, (group, name, p) in zip(keys, self._params(), strict=True):
-            for moment, form in self.plan(p.shape, p.dtype, group, name).moments if p in live else ():
-                packed["state"][key] = {**packed["state"][key], **form.save(live[p], moment, geometry(tuple(p.shape)))}
+            plan = self.plan(p.shape, p.dtype, group, name)
+            for moment, form in plan.moments if p in live else ():
+                changed = form.save(self._state_of(p, plan), moment, sharding.local_geometry(p))
+                specs = saved.specs_of(p, plan)
+                whole = {name: sharding.wrap(p, value, specs[name]) for name, value in changed.items()}
+                packed["state"][key] = {**packed["state"][key], **whole}
         return packed
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -334,9 +346,11 @@ class CompressedOptimizer(Optimizer):
                     continue
                 for key, value in entry.items():
                     if isinstance(value, saved.Keep):
-                        entry[key] = value.copy(p.device)
-                for moment, form in self.plan(p.shape, p.dtype, group, param_name(group, g, i)).moments:
-                    form.load_(entry, moment, geometry(tuple(p.shape)))
+                        entry[key] = value.copy(p)
+                plan = self.plan(p.shape, p.dtype, group, param_name(group, g, i))
+                part = sharding.LocalState(p, entry, saved.specs_of(p, plan)) if sharding.is_distributed(p) else entry
+                for moment, form in plan.moments:
+                    form.load_(part, moment, sharding.local_geometry(p))
         self.__dict__.setdefault("skipped", Counter())
         super().__setstate__(state)
 

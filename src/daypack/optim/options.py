@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daypack.sharding import is_distributed
+from daypack.sharding import refusal
 
 Group = dict[str, Any]
 
@@ -82,8 +82,9 @@ def check_param(param: Tensor, name: str) -> None:
             f"parameter {name} has dtype {param.dtype}, which is not supported: "
             + ("optimize torch.view_as_real of it" if param.is_complex() else "convert it to bfloat16 or float32")
         )
-    if is_distributed(param):
-        raise ValueError(f"parameter {name} is a DTensor, which this version cannot step; use DDP or a single process")
+    refused = refusal(param)
+    if refused:
+        raise ValueError(f"parameter {name} {refused}")
 
 
 def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:

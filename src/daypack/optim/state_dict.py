@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from daypack.formats.base import State, geometry
+from daypack import sharding
+from daypack.formats.base import ComponentSpec, State, geometry
 from daypack.optim.options import Group, param_name
 from daypack.update import ParamPlan
 
@@ -20,26 +21,41 @@ if TYPE_CHECKING:
     from daypack.optim.base import CompressedOptimizer
 
 
+#: The count of a parameter's steps; on the CPU, because Python reads it.
+STEP = ComponentSpec("step", (), torch.float32, follows=False)
+
+
 class Keep:
-    """A tensor that torch's ``load_state_dict`` passes through as it is, and whether it stays on the CPU."""
+    """A tensor that torch's ``load_state_dict`` passes through as it is, and what it is to become."""
 
-    __slots__ = ("host", "tensor")
+    __slots__ = ("spec", "tensor")
 
-    def __init__(self, tensor: Tensor, host: bool = False) -> None:
-        self.tensor, self.host = tensor, host
+    def __init__(self, tensor: Tensor, spec: ComponentSpec) -> None:
+        self.tensor, self.spec = tensor, spec
 
-    def copy(self, device: torch.device) -> Tensor:
-        """A copy on ``device``, or on the CPU, where Python reads it without a synchronisation."""
-        target = torch.device("cpu") if self.host else device
-        return self.tensor.detach().to(target, copy=True, memory_format=torch.contiguous_format)
+    def copy(self, param: Tensor) -> Tensor:
+        """A copy where the state of ``param`` lives, sharded as ``param`` is."""
+        part = sharding.place(param, self.tensor.detach(), self.spec)
+        fresh = part.to(self.spec.device(param.device), copy=True, memory_format=torch.contiguous_format)
+        return sharding.wrap(param, fresh, self.spec)
 
 
 def prepare(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[str, Any]:
     """The checked form of ``loaded`` that torch may publish. ``optimizer`` is only read.
 
     Raises:
-        ValueError: groups or names do not match, or an entry does not fit its parameter.
+        ValueError: groups or names do not match, or an entry does not fit its parameter, here or on another rank.
     """
+    result, error = {}, None
+    try:
+        result = _prepared(optimizer, loaded)
+    except ValueError as problem:
+        error = problem
+    sharding.agree([p for group in optimizer.param_groups for p in group["params"]], error)
+    return result
+
+
+def _prepared(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[str, Any]:
     for key in ("state", "param_groups"):
         if key not in loaded:
             raise ValueError(f"the state_dict has no {key!r}; pass what optimizer.state_dict() returned")
@@ -112,10 +128,16 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             )
 
 
+def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
+    """State keys of a parameter (of the whole of it) as ``state_dict()`` shows them; all but ``step``."""
+    view = geometry(tuple(param.shape))
+    return {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
+
+
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
     plan, view = optimizer.plan(param.shape, param.dtype, group, name), geometry(tuple(param.shape))
-    specs = {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
+    specs = specs_of(param, plan)
     expected = {"step", *specs}
     for key in [key for key in specs if key in entry]:  # compared before the sets of keys: a wrong shape tells more
         value, spec = entry[key], specs[key]
@@ -132,20 +154,20 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
             f"with these options: it has {sorted(map(str, entry))}, needed are {sorted(expected)}; load it into the "
             "optimizer that saved it"
         )
+    here = {key: sharding.to_local(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
     for moment, form in plan.moments:
-        fault = form.fault(entry, moment, view)
+        fault = form.fault(here, moment, view)
         if fault:
             raise ValueError(f"the state of parameter {name} is damaged: {fault}; load an undamaged checkpoint")
     step = _step(entry["step"], name)
-    if step == 0 and any(entry[key].any() for key in specs):
+    if step == 0 and any(here[key].any() for key in specs):
         raise ValueError(f"the state of parameter {name} is damaged: step is 0 though it holds moments")
-    host = {key for key, spec in specs.items() if spec.device(param.device) != param.device}
-    return {"step": Keep(step, host=True), **{key: Keep(entry[key], key in host) for key in specs}}
+    return {"step": Keep(step, STEP), **{key: Keep(entry[key], specs[key]) for key in specs}}
 
 
 def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
     """Refuse to step state that was laid out for another dtype or other options: they cannot change once it exists."""
-    view = geometry(tuple(param.shape))
+    view = sharding.local_geometry(param)
     for moment, form in plan.moments:
         for live, saved in zip(form.components(view, param.dtype), form.saved(view, param.dtype), strict=True):
             stored = state.get(moment + live.suffix)

@@ -1,0 +1,68 @@
+"""What is learned from the first gradients that are not zero: the codebook, and the blocks of the second moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from daypack.formats.base import StateFormat
+from daypack.formats.block_mean import BlockMean
+from daypack.formats.block_quantized import BlockQuantized
+from daypack.kernels import dispatch, reference
+from daypack.optim.exchange import total
+from daypack.update import Update
+
+
+class Calibration:
+    """Calibrates each parameter once. What is learned stands in the state; here is only which state was looked at."""
+
+    def __init__(self) -> None:
+        self._done = WeakIdKeyDictionary()
+
+    def is_done(self, update: Update) -> bool:
+        """Whether the state of an update holds all that it learns."""
+        return all(self._holds(form.learned(update.state, moment)) for moment, form in update.plan.moments)
+
+    def run(self, updates: Sequence[Update], states: Iterable[dict[str, Tensor]]) -> bool:
+        """Learn what ``updates`` still lack, from their gradients. Those whose gradient is all zeros wait for another.
+
+        Args:
+            states: of all parameters in group order; the first codebook among them is taken over.
+
+        Returns:
+            Whether statistics must be taken once more, because what they are taken over has changed.
+        """
+        fresh = [
+            (update, moment, form)
+            for update in updates
+            for moment, form in update.plan.moments
+            if not self._holds(form.learned(update.state, moment)) and not reference.is_zero(update)
+        ]
+        self._learn_codebook([each for each in fresh if isinstance(each[2], BlockQuantized)], states)
+        resized = [(update, moment, form) for update, moment, form in fresh if isinstance(form, BlockMean)]
+        for update, moment, form in resized:
+            form.resize_(update.state, moment, update.view, dispatch.find_block_size(update))
+        return bool(resized)
+
+    def _learn_codebook(
+        self, coded: list[tuple[Update, str, StateFormat]], states: Iterable[dict[str, Tensor]]
+    ) -> None:
+        if not coded:
+            return
+        levels = next((v for s in states for key, v in s.items() if key.endswith("_codebook") and v.any()), None)
+        if levels is None:
+            counts = total([(u.whole, dispatch.histogram(u, getattr(form, "block_size", 1))) for u, _, form in coded])
+            levels = dispatch.learn(counts, getattr(coded[0][2], "block_size", 1))
+        for update, moment, _ in coded:
+            update.state[moment + "_codebook"].copy_(levels)
+
+    def _holds(self, learned: Tensor | None) -> bool:
+        """Whether the tensor that is all zeros until calibration is so no more. Asked of the device once."""
+        if learned is None or learned in self._done:
+            return True
+        if learned.any():
+            self._done[learned] = True
+            return True
+        return False

@@ -1,0 +1,112 @@
+"""What ranks tell each other in a step about parameters whose parts they hold.
+
+Every rank enters the same buffers in every step. They are laid out from groups and global shapes, never from gradients:
+a rank without a gradient, with an empty part or with an error takes part like all others, so that none waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from daypack import sharding
+from daypack.kernels import reference
+from daypack.kernels.dispatch import Work
+from daypack.update import ParamPlan, Update
+
+#: Numbers of a parameter before its shared statistics: how many ranks have a gradient, how many failed, how many have a
+#: gradient that is not all zeros (where that matters), and the sum of g^2.
+_FLAGS = 4
+
+
+class Exchange:
+    """The sharded parameters of an optimizer, in the order of its groups.
+
+    Args:
+        members: each sharded parameter with its plan.
+    """
+
+    def __init__(self, members: Sequence[tuple[Tensor, ParamPlan]]) -> None:
+        self._params = [p for p, _ in members]
+        groups = [sharding.groups_of(p) for p in self._params]
+        sizes = []
+        for p, plan in members:
+            form = plan.exp_avg_sq
+            sizes.append(_FLAGS + (form.shared(sharding.local_geometry(p)) if form else 0))
+        self._first = sharding.Buffer(groups, sizes)
+        measured = [i for i, (_, plan) in enumerate(members) if plan.rule.measured]
+        self._measured = [self._params[i] for i in measured]
+        self._second = sharding.Buffer([groups[i] for i in measured], [2] * len(measured))
+
+    def first(
+        self,
+        work: Work | None,
+        totals: NDArray[np.float64],
+        unsure: Callable[[Update], bool],
+        error: ValueError | None,
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Add up statistics of g^2 over all ranks, and learn what they know together.
+
+        Args:
+            work: observed; None if this rank failed.
+            totals: this rank's sums of g^2, one for each update.
+            unsure: whether it matters that an update's gradient may be all zeros.
+            error: what failed here.
+
+        Returns:
+            All ranks' sums of g^2, and whether any rank has a gradient, one for each update.
+
+        Raises:
+            ValueError: this rank failed, or another one.
+        """
+        entries = [
+            torch.zeros(size, device=sharding.to_local(p).device)
+            for size, p in zip(self._first.sizes, self._params, strict=True)
+        ]
+        place = {id(p): i for i, p in enumerate(self._params)}
+        mine = [(k, u, place[id(u.whole)]) for k, u in enumerate(work.updates if work else ()) if id(u.whole) in place]
+        shared = work.shared_sums() if work else []
+        for k, update, i in mine:
+            flags = [update.whole.grad is not None, 0, unsure(update) and not reference.is_zero(update), totals[k]]
+            numbers = torch.tensor(flags, dtype=torch.float64, device=entries[i].device)
+            entries[i] = torch.cat([numbers.to(shared[k].dtype), shared[k]])
+        if error is not None:
+            for entry in entries:
+                entry[1] = 1
+        sums = self._first.add_up(entries)
+        if any(bool(part[1] > 0) for part in sums):
+            raise error or ValueError("another rank refused its gradients; its error says why. Nothing was updated")
+        together, present = totals.copy(), np.ones(len(totals), bool)
+        for k, update, i in mine:
+            has_grad, _, nonzero, together[k] = sums[i][:_FLAGS].tolist()
+            present[k] = has_grad > 0
+            update.zero = not nonzero if unsure(update) else None
+            shared[k].copy_(sums[i][_FLAGS:])
+        return together, present
+
+    def second(self, squares: dict[int, Tensor], updates: Sequence[Update]) -> dict[int, Tensor]:
+        """Add up what rules measured over whole tensors, by the id of the update."""
+        found = {id(u.whole): u for u in updates if id(u) in squares}
+        entries = []
+        for p in self._measured:
+            update = found.get(id(p))
+            none = torch.zeros(2, dtype=torch.float64, device=sharding.to_local(p).device)
+            entries.append(none if update is None else squares[id(update)])
+        for p, part in zip(self._measured, self._second.add_up(entries), strict=True):
+            if id(p) in found:
+                squares[id(found[id(p)])] = part
+        return squares
+
+
+def total(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Counts of several parameters added up, also over the ranks that share them: one collective per process group."""
+    by_groups: dict[Any, Tensor] = {}
+    for p, counts in parts:
+        groups = sharding.groups_of(p)
+        by_groups[groups] = by_groups[groups] + counts if groups in by_groups else counts.clone()
+    return sum(sharding.add_up(groups, counts) for groups, counts in by_groups.items())  # type: ignore[return-value]

@@ -1,0 +1,82 @@
+"""Sharded parameters with given gradients, beside the same run in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from ..conformance.scene import gradient, noise
+
+# Uneven and empty parts, whole and ragged blocks, a convolution, experts, vectors, one element.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (37, 520),
+    "few": (3, 300),
+    "line": (1, 700),
+    "conv": (6, 16, 3, 3),
+    "experts": (4, 24, 64),
+    "embedding": (301, 32),
+    "vector": (130,),
+    "one": (1,),
+}
+Params = dict[str, Parameter]
+Gradient = Callable[[str, tuple[int, ...], int], Tensor | None]
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> Params:
+    return {name: Parameter((0.5 * noise(shape, name)).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def sharded(params: Params, on: DeviceMesh, placements: tuple[Placement, ...] = (Shard(0),)) -> Params:
+    return {name: Parameter(distribute_tensor(p.detach(), on, placements)) for name, p in params.items()}
+
+
+def like(p: Tensor, full: Tensor) -> Tensor:
+    """A gradient of ``p``: its part of ``full`` where ``p`` is sharded."""
+    full = full.to(p.dtype)
+    return distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else full
+
+
+def set_gradients(params: Params, step: int, make: Gradient = gradient) -> None:
+    for name, p in params.items():
+        full = make(name, tuple(p.shape), step)
+        p.grad = None if full is None else like(p, full)
+
+
+def whole(tensor: Any) -> Any:
+    """A copy of all of a tensor."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def content(params: Params, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All of the parameters and of their state."""
+    found = {name: whole(p) for name, p in params.items()}
+    for name, p in params.items():
+        found |= {f"{name}.{key}": whole(value) for key, value in optimizer.state.get(p, {}).items()}
+    return found
+
+
+def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Equal to the bit but for sums over ranks, whose order differs, and for what follows from them."""
+    assert list(ours) == list(theirs)
+    for key, a in ours.items():
+        b = theirs[key]
+        assert a.shape == b.shape, key
+        assert a.dtype == b.dtype, key
+        if key.endswith(("_codes", "_scale", "_codebook", "step", "_row", "_block", "exp_avg")):
+            assert torch.equal(a, b), (key, int((a != b).sum()), a.numel())
+        else:
+            ulp = 2.0**-8 if a.dtype == torch.bfloat16 else 2.0**-21
+            assert torch.allclose(a.double(), b.double(), rtol=ulp, atol=1e-7), key
