@@ -1,4 +1,4 @@
-"""Plan against measurement: what `daypack.plan_memory` says of real models, and what the process takes.
+"""Plan against measurement: what `daypack.plan` says of real models, and what the process takes.
 
     python benchmarks/planner.py                 # every model, as a table for docs/planner.md
     python benchmarks/planner.py llama mlp --json

@@ -7,7 +7,7 @@ from daypack.optim.gefen import Gefen
 from daypack.optim.groups import param_groups
 from daypack.optim.registry import create, names
 from daypack.planner.estimate import estimate_state
-from daypack.planner.memory import plan_memory
+from daypack.planner.memory import plan_memory as plan
 from daypack.planner.report import state_report
 
 __version__ = "0.1.0"
@@ -21,6 +21,6 @@ __all__ = [
     "materialize_state",
     "names",
     "param_groups",
-    "plan_memory",
+    "plan",
     "state_report",
 ]

@@ -61,7 +61,7 @@ def test_every_registered_optimizer_has_a_row_and_the_sums_hold():
 
 
 def test_the_public_name():
-    assert daypack.plan_memory is plan_memory
+    assert daypack.plan is plan_memory
 
 
 @pytest.mark.parametrize("memory", [60, 100, 900])

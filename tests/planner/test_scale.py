@@ -10,6 +10,8 @@ import pytest
 
 from daypack.planner.memory import plan_memory
 from daypack.planner.model import from_shapes
+from daypack.planner.parallel import Parallel
+from daypack.planner.state import plan_state
 from tests.planner import shapes
 
 PARAMETERS = 70_553_706_496
@@ -58,3 +60,53 @@ def test_per_rank_bytes_of_a_fully_sharded_70b_model():
         row = plan_memory(spec, gpus=world, parallel="fsdp2", rank=rank, optimizers=["adamw"])["adamw"]
         assert row.weights == row.gradients == local, (world, rank)
         assert row.state == 2 * local + 4 * len(every)
+
+
+STATE = """
+import json, sys, torch, daypack
+import torch.distributed as dist
+from collections import Counter
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from daypack.optim.base import CompressedOptimizer
+
+world, rank, shapes = json.loads(sys.argv[1])
+dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+found = {}
+for name in daypack.names():
+    optimizer = daypack.create(name, list(model.named_parameters()))
+    if isinstance(optimizer, CompressedOptimizer):
+        optimizer.materialize_state()
+    else:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    total = Counter()
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            local = value.to_local() if hasattr(value, "to_local") else value
+            total[key] += local.numel() * local.element_size()
+    found[name] = total
+print(json.dumps(found))
+"""
+SHAPES = [(64, 64), (130, 70), (7, 300), (40, 1), (513,), (5, 3, 3, 3), (4, 96, 64), (1000, 512)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="torch has no process groups there")
+@pytest.mark.parametrize(("world", "rank"), [(3, 2), (8, 4)])
+def test_sharded_state_equals_what_a_rank_allocates(world, rank):
+    """The state of every optimizer over parameters that ``fully_shard`` has cut, uneven and empty shards included."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", STATE, json.dumps([world, rank, SHAPES])],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    params = from_shapes(SHAPES).params
+    for name, found in json.loads(run.stdout).items():
+        planned = plan_state(name, params, parallel=Parallel("fsdp2", world, rank)).components
+        assert {key: size for key, size in planned.items() if size} == {k: size for k, size in found.items() if size}, (
+            name
+        )

@@ -156,6 +156,43 @@ def test_temporaries():
     assert plan_state("gefen", from_shapes([(10**5, 10**5)]).params).temporaries == 64 * 2**20
 
 
+class Paged(daypack.Gefen):
+    """Takes the option and allocates as ever."""
+
+    def __init__(self, params, placement="resident", **options):
+        assert placement == "resident"
+        super().__init__(params, **options)
+
+
+class Projecting(daypack.Gefen):
+    """Keeps a basis beside its moments."""
+
+    def materialize_state(self):
+        super().materialize_state()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["basis"] = torch.empty(8, p.shape[0], device="meta")
+
+
+def test_paged_state_waits_on_the_host(monkeypatch):
+    monkeypatch.setitem(REGISTRY, "paged", Paged)
+    params = from_shapes([(10_000, 10_000), (10_000, 10_000)]).params
+    resident, paged = (plan_state("paged", params, {"placement": kind}) for kind in ("resident", "paged"))
+    assert paged.components == resident.components
+    assert (resident.offloaded, resident.device_bytes) == (0, resident.total_bytes)
+    assert (paged.offloaded, paged.device_bytes) == (resident.total_bytes, 2 * 64 * 2**20)
+
+
+def test_projection_works_on_whole_parameters_and_keeps_no_moment_of_every_element(monkeypatch):
+    monkeypatch.setitem(REGISTRY, "projecting", Projecting)
+    params = from_shapes([(4096, 4096)]).params
+    assert plan_state("gefen", params).keeps_both_moments
+    found = plan_state("projecting", params)
+    assert not found.keeps_both_moments
+    assert found.temporaries == 64 * 2**20 + 8 * 4 * 4096 * 4096
+    assert found.components["basis"] == 4 * 8 * 4096
+
+
 def test_state_larger_than_dense_is_noted(monkeypatch):
     class Wasteful(daypack.Gefen):
         def materialize_state(self):

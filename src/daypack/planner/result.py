@@ -18,12 +18,13 @@ class OptimizerPlan:
         optimizer: its registered name, with options.
         weights: parameters and buffers.
         gradients: of the trainable parameters.
-        state: of the optimizer, codebooks and counters included.
+        state: of the optimizer, codebooks and counters included; of paged state, what is on the GPU at a time.
+        offloaded: bytes of paged state in host memory.
         copies: fp32 master weights, and casts of the weights that autocast keeps.
         communication: gathered parameters or gradient buckets.
         activations: peak of forward and backward beyond the rest.
         temporaries: peak of the optimizer's step beyond the rest.
-        components: bytes of state by state key.
+        components: bytes of state by state key, wherever it is.
         keeps_both_moments: whether it has AdamW's first and second moment, in whatever form.
         fits: whether ``total`` is within the GPU's memory; None without one.
         largest_batch: largest micro-batch that fits, 0 if none; None without a GPU or where activations are not known.
@@ -38,6 +39,7 @@ class OptimizerPlan:
     communication: int = 0
     activations: int = 0
     temporaries: int = 0
+    offloaded: int = 0
     components: Mapping[str, int] = field(default_factory=dict)
     keeps_both_moments: bool = False
     fits: bool | None = None
@@ -141,6 +143,7 @@ def table_cells(plan: MemoryPlan) -> list[tuple[str, ...]]:
         "weights": [row.weights for row in rows],
         "gradients": [row.gradients for row in rows],
         "state": [row.state for row in rows],
+        "on host": [row.offloaded for row in rows],
         "copies": [row.copies for row in rows],
         "gathered" if plan.parallel in ("fsdp2", "zero3") else "buckets": [row.communication for row in rows],
         "activations": [row.activations for row in rows],

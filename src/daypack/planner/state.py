@@ -31,6 +31,11 @@ Layout: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
 DENSE_BYTES = 8
 #: A step of daypack's holds less than this many fp32 buffers of one chunk (docs/memory.md: below 64 MiB).
 STEP_BUFFERS = 32
+#: One that projects gradients works on whole parameters: two fp32 copies, and while a basis is found three fp64
+#: matrices of ``min(rows, cols)^2``; together at most this many fp32 copies of the parameter.
+PROJECTION_BUFFERS = 8
+#: Paged state is on the GPU in pieces of this many bytes, two at a time.
+PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -40,22 +45,30 @@ class StatePlan:
     Attributes:
         components: bytes by state key (``exp_avg_codes``), codebooks and counters included.
         temporaries: bytes that a step holds at its peak beyond parameters, gradients and state.
+        offloaded: bytes of the state that wait in host memory; ``components`` then have them nonetheless.
         notes: what is unusual about it, in sentences.
     """
 
     components: dict[str, int]
     temporaries: int
     notes: tuple[str, ...] = ()
+    offloaded: int = 0
 
     @property
     def total_bytes(self) -> int:
+        """Wherever it is."""
         return sum(self.components.values())
 
     @property
+    def device_bytes(self) -> int:
+        """On the GPU: all of it, or if it is paged, the two pieces that are there at a time."""
+        return min(self.total_bytes, 2 * PIECE_BYTES) if self.offloaded else self.total_bytes
+
+    @property
     def keeps_both_moments(self) -> bool:
-        """Whether it has AdamW's first and second moment, in whatever form."""
-        second = any(key.startswith("exp_avg_sq") for key in self.components)
-        return second and any(key.startswith("exp_avg") and not key.startswith("exp_avg_sq") for key in self.components)
+        """Whether it has AdamW's first and second moment of every element, in whatever form; projected ones are not."""
+        kinds = {_moment(key) for key in self.components}
+        return {"exp_avg", "exp_avg_sq"} <= kinds and "other" not in kinds
 
 
 def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
@@ -114,6 +127,9 @@ def plan_state(
             on a CPU: it decides their temporaries, not their state.
     """
     parallel, options = parallel or Parallel(), dict(options or {})
+    paged = options.get("placement") == "paged"
+    if paged:  # on the meta device it has no other place, and the same size
+        options["placement"] = "resident"
     params = [p for p in params if p.trainable]
     if not params:
         return StatePlan({}, 0)
@@ -133,7 +149,8 @@ def plan_state(
     else:
         for layout in layouts:
             total.update(_sizes(layout))
-    return StatePlan(dict(total), temporaries, (*notes, *_larger_than_dense(params, layouts)))
+    notes = (*notes, *_larger_than_dense(params, layouts))
+    return StatePlan(dict(total), temporaries, notes, sum(total.values()) if paged else 0)
 
 
 def allocate(
@@ -152,7 +169,9 @@ def allocate(
         optimizer = _create(name, _groups(params, tensors), options)
         cast(CompressedOptimizer, optimizer).materialize_state()
     layouts = [_layout(optimizer.state.get(p, {})) for p in tensors]
-    return layouts, _bound(params), tuple(dict.fromkeys(str(warning.message) for warning in caught))
+    projected = [p.elements for p, layout in zip(params, layouts, strict=True) if "other" in map(_moment, layout)]
+    temporaries = _bound(params) + PROJECTION_BUFFERS * 4 * max(projected, default=0)
+    return layouts, temporaries, tuple(dict.fromkeys(_shortened(str(warning.message)) for warning in caught))
 
 
 def _placeholder(p: ParamSpec, flat: bool = False) -> Tensor:
@@ -255,6 +274,13 @@ def _bound(params: Sequence[ParamSpec]) -> int:
     return STEP_BUFFERS * 4 * min(CHUNK_ELEMENTS, largest)
 
 
+def _moment(key: str) -> str:
+    """Which of AdamW's moments a state key belongs to; ``"step"``, or ``"other"`` for what AdamW does not have."""
+    if key == "step" or key.startswith("exp_avg_sq"):
+        return "step" if key == "step" else "exp_avg_sq"
+    return "exp_avg" if key.startswith("exp_avg") else "other"
+
+
 def _larger_than_dense(params: Sequence[ParamSpec], layouts: Sequence[Layout]) -> tuple[str, ...]:
     """One sentence where state takes more than two dense fp32 moments: a rank too high, rows too short."""
     larger = [
@@ -269,6 +295,11 @@ def _larger_than_dense(params: Sequence[ParamSpec], layouts: Sequence[Layout]) -
         f"the state of {len(larger)} parameters, such as {larger[0].name} {larger[0].shape}, takes more than two dense "
         "moments would; lower the rank, or leave them to AdamW",
     )
+
+
+def _shortened(text: str, length: int = 240) -> str:
+    """A warning without the end of a long list of names."""
+    return text if len(text) <= length else text[: text.rfind(",", 0, length)] + ", ..."
 
 
 def _literal(text: str) -> Any:
