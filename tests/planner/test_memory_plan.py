@@ -133,6 +133,8 @@ def test_parallel():
         ({"gpus": 2, "parallel": "magic"}, "unknown kind of parallelism 'magic'"),
         ({"gpus": 2, "rank": 2}, "rank must be between 0 and 1"),
         ({"batch": 0}, "batch must be at least 1"),
+        ({"batch": 10**12}, "batch must be at most 1000000"),
+        ({"optimizers": []}, "name at least one optimizer"),
         ({"memory": 1, "gpu": "t4"}, "not both"),
     ):
         with pytest.raises(ValueError, match=problem):

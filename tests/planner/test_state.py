@@ -142,6 +142,7 @@ def test_zero_one_deals_whole_parameters_and_zero_two_flat_vectors():
     dealt = [plan_state("adamw", params, parallel=Parallel("zero1", 2, rank)).total_bytes for rank in range(2)]
     assert dealt == [8 * 1000 + 4 * 1 + 8 * 0, 8 * 1000 + 4 * 3]
     assert plan_state("adamw", params, parallel=Parallel("zero1", 2)).total_bytes in dealt
+    assert plan_state("adamw", from_shapes([(3,)]).params, parallel=Parallel("zero1", 2, 1)).total_bytes == 0
     flat = plan_state("adamw", params, parallel=Parallel("zero2", 3))
     assert flat.total_bytes == 8 * 667 + 4
 

@@ -92,7 +92,7 @@ def plan(
         raise ValueError(f"--plot writes PNG files, got {plot}")
     result = plan_memory(
         from_count(params) if params is not None else load_model(model or "", sample=sample),
-        optimizers=[part.strip() for part in optimizers.split(",") if part.strip()] if optimizers else None,
+        optimizers=[part.strip() for part in optimizers.split(",") if part.strip()] if optimizers is not None else None,
         memory=parse_bytes(memory) if memory is not None else None,
         gpu=gpu,
         gpus=gpus,

@@ -24,6 +24,8 @@ from daypack.planner.state import parse_optimizer, plan_state
 from daypack.planner.units import dtype_name
 
 SEQUENCE = 2048
+#: Sizes beyond which there is a slip of the keyboard.
+LARGEST = {"sequence": 10**8, "batch": 10**6, "gpus": 10**6}
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,7 @@ def plan_memory(
         ValueError: an argument cannot be used.
     """
     spec = _describe(model, inputs)
-    for value, option in ((sequence, "sequence"), (batch, "batch"), (memory, "memory"), (gpus, "gpus")):
-        if value is not None and value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
-    if memory is not None and gpu is not None:
-        raise ValueError("give the memory of a GPU or its name, not both")
+    _check(memory is not None and gpu is not None, optimizers, sequence=sequence, batch=batch, memory=memory, gpus=gpus)
     if lora_rank is not None:
         spec = with_lora(spec, lora_rank, lora_targets)
     spec = _with_weights(spec, weights)
@@ -145,6 +143,18 @@ def plan_memory(
         notes=_notes(spec, planner, layout, master_weights),
     )
     return recommend(plan)
+
+
+def _check(both: bool, optimizers: Sequence[str] | None, **sizes: int | None) -> None:
+    for option, value in sizes.items():
+        largest = LARGEST.get(option, 2**62)
+        if value is not None and not 1 <= value <= largest:
+            limit = "at least 1" if value < 1 else f"at most {largest}"
+            raise ValueError(f"{option} must be {limit}, got {value}")
+    if both:
+        raise ValueError("give the memory of a GPU or its name, not both")
+    if optimizers is not None and not list(optimizers):
+        raise ValueError(f"name at least one optimizer: {', '.join(REGISTRY)}")
 
 
 def _describe(model: ModelSpec | nn.Module | Iterable[Any], inputs: Inputs | None) -> ModelSpec:
@@ -259,6 +269,8 @@ def _notes(spec: ModelSpec, planner: ActivationPlanner, layout: Parallel, master
         notes.append(f"activations: a formula for decoder transformers{why}; within 10 %, with checkpointing 20 %")
     else:
         why = planner.problem or "nothing is known of the model but shapes"
+        if not planner.problem and spec.module is not None:
+            why = "it is not known how the model is called: give inputs, or --sample"
         notes.append(f"activations: not counted ({why})")
     if layout.flat:
         notes.append("ZeRO hands the optimizer flat fp32 vectors and keeps fp32 master weights of 16-bit ones")

@@ -179,5 +179,5 @@ def count(elements: int) -> str:
     """``6.74 B``, ``124 M``: a number of parameters."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if elements >= scale:
-            return f"{elements / scale:.3g} {unit}"
+            return f"{elements / scale:.{'0f' if elements >= 999.5 * scale else '3g'}} {unit}"
     return str(elements)

@@ -131,21 +131,21 @@ def plan_state(
     if paged:  # on the meta device it has no other place, and the same size
         options["placement"] = "resident"
     params = [p for p in params if p.trainable]
-    if not params:
-        return StatePlan({}, 0)
     if parallel.flat:
         params = parallel.partitions(params)
+    elif parallel.whole_parameters:
+        owned = parallel.owned(params)
+        params = [p for p in params if p.name in owned]
+    if not params:
+        return StatePlan({}, 0)
     layouts, temporaries, notes = allocate(name, params, options, foreach=foreach, flat=parallel.flat)
     total: Counter[str] = Counter()
-    if parallel.whole_parameters:
-        for p, layout in zip(params, layouts, strict=True):
-            if p.name in parallel.owned(params):
-                total.update(_sizes(layout))
-    elif parallel.rows_sharded and parallel.world > 1:
+    if parallel.rows_sharded and parallel.world > 1:
         near = [_neighbour(name, params, options, step) for step in (1, -1)]
         for p, layout, *others in zip(params, layouts, *near, strict=True):
             total.update(_sharded(p, layout, others, parallel))
-        temporaries = ceil(temporaries / parallel.world) if temporaries > _bound(params) else temporaries
+        if not issubclass(REGISTRY[name], CompressedOptimizer):  # they step what this rank has of each parameter
+            temporaries = ceil(temporaries / parallel.world)
     else:
         for layout in layouts:
             total.update(_sizes(layout))
