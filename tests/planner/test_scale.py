@@ -69,12 +69,16 @@ from collections import Counter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from daypack.optim.base import CompressedOptimizer
 
 world, rank, shapes = json.loads(sys.argv[1])
 dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
 model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+whole = list(model.parameters())
+dealt = ZeroRedundancyOptimizer(whole, optimizer_class=torch.optim.AdamW)._partition_parameters()[rank]
+owned = [i for i, p in enumerate(whole) if any(p is q for group in dealt for q in group["params"])]
 fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
 found = {}
 for name in daypack.names():
@@ -91,7 +95,7 @@ for name in daypack.names():
             local = value.to_local() if hasattr(value, "to_local") else value
             total[key] += local.numel() * local.element_size()
     found[name] = total
-print(json.dumps(found))
+print(json.dumps([owned, found]))
 """
 SHAPES = [(64, 64), (130, 70), (7, 300), (40, 1), (513,), (5, 3, 3, 3), (4, 96, 64), (1000, 512)]
 
@@ -99,13 +103,16 @@ SHAPES = [(64, 64), (130, 70), (7, 300), (40, 1), (513,), (5, 3, 3, 3), (4, 96, 
 @pytest.mark.skipif(sys.platform == "win32", reason="torch has no process groups there")
 @pytest.mark.parametrize(("world", "rank"), [(3, 2), (8, 4)])
 def test_sharded_state_equals_what_a_rank_allocates(world, rank):
-    """The state of every optimizer over parameters that ``fully_shard`` has cut, uneven and empty shards included."""
+    """Every optimizer over what ``fully_shard`` has cut, uneven and empty shards included; and whose state is whose in
+    torch's ZeroRedundancyOptimizer."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", STATE, json.dumps([world, rank, SHAPES])],
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     params = from_shapes(SHAPES).params
-    for name, found in json.loads(run.stdout).items():
+    owned, state = json.loads(run.stdout)
+    assert sorted(map(int, Parallel("zero1", world, rank).owned(params))) == owned
+    for name, found in state.items():
         planned = plan_state(name, params, parallel=Parallel("fsdp2", world, rank)).components
         assert {key: size for key, size in planned.items() if size} == {k: size for k, size in found.items() if size}, (
             name
