@@ -46,7 +46,8 @@ def test_state_of_every_optimizer_equals_its_allocation(name, dtype):
         if p.requires_grad:
             p.grad = torch.randn_like(p)
     optimizer.step()
-    planned = plan_state(name, from_module(net).params)
+    spec = from_module(net)
+    planned = plan_state(name, spec.params, module=spec.module)
     measured = daypack.state_report(optimizer)
     assert planned.total_bytes == measured.total_bytes
     assert planned.components == {key: size for key, size in measured.components.items() if size}

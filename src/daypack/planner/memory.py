@@ -46,7 +46,13 @@ class _Setup:
     state_params: tuple[ParamSpec, ...]
     parallel: Parallel
     activations: ActivationPlanner
+    module: nn.Module | None
     foreach: bool
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Further arguments of `plan_state`."""
+        return {"module": self.module, "foreach": self.foreach}
 
 
 def plan_memory(
@@ -122,6 +128,7 @@ def plan_memory(
         state_params=tuple(_master(p) if masters else p for p in spec.trainable),
         parallel=layout,
         activations=planner,
+        module=spec.module,
         foreach=foreach,
     )
     rows = tuple(_row(name, setup, strict=optimizers is not None) for name in optimizers or REGISTRY)
@@ -218,7 +225,7 @@ def _row(text: str, setup: _Setup, *, strict: bool) -> OptimizerPlan:
     """The plan of one optimizer. If it refuses the model, that is an error where it was asked for, else a note."""
     try:
         name, options = parse_optimizer(text)
-        state = plan_state(name, setup.state_params, options, setup.parallel, foreach=setup.foreach)
+        state = plan_state(name, setup.state_params, options, setup.parallel, **setup.how)
     except ValueError as error:
         if strict:
             raise

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, TypeAlias, cast
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from daypack.formats.base import CHUNK_ELEMENTS
 from daypack.optim.base import CompressedOptimizer
+from daypack.optim.groups import param_groups
 from daypack.optim.registry import REGISTRY, create
 from daypack.planner.live import LiveTensors
 from daypack.planner.model import ParamSpec, from_shapes
@@ -118,11 +119,13 @@ def plan_state(
     options: Mapping[str, Any] | None = None,
     parallel: Parallel | None = None,
     *,
+    module: nn.Module | None = None,
     foreach: bool = True,
 ) -> StatePlan:
     """State of the trainable parameters ``params`` on one rank of ``parallel``.
 
     Args:
+        module: what the parameters are of, for optimizers that ask what a parameter is for (heads, transposed weights).
         foreach: whether torch's own optimizers step all parameters at once, as they do by default on a GPU and never
             on a CPU: it decides their temporaries, not their state.
     """
@@ -138,11 +141,15 @@ def plan_state(
         params = [p for p in params if p.name in owned]
     if not params:
         return StatePlan({}, 0)
-    layouts, temporaries, notes = allocate(name, params, options, foreach=foreach, flat=parallel.flat)
+    module = None if parallel.flat else module
+    layouts, temporaries, notes = allocate(name, params, options, module=module, foreach=foreach, flat=parallel.flat)
     total: Counter[str] = Counter()
     if parallel.rows_sharded and parallel.world > 1:
-        near = [_neighbour(name, params, options, step) for step in (1, -1)]
-        for p, layout, *others in zip(params, layouts, *near, strict=True):
+        near = [_neighbour(name, params, options, module, change) for change in CHANGES]
+        for i, (p, layout) in enumerate(zip(params, layouts, strict=True)):
+            others = [
+                (change(p.shape[0]), found[i]) for change, found in zip(CHANGES, near, strict=True) if found and p.shape
+            ]
             total.update(_sharded(p, layout, others, parallel))
         if not issubclass(REGISTRY[name], CompressedOptimizer):  # they step what this rank has of each parameter
             temporaries = ceil(temporaries / parallel.world)
@@ -154,7 +161,13 @@ def plan_state(
 
 
 def allocate(
-    name: str, params: Sequence[ParamSpec], options: Mapping[str, Any], *, foreach: bool = True, flat: bool = False
+    name: str,
+    params: Sequence[ParamSpec],
+    options: Mapping[str, Any],
+    *,
+    module: nn.Module | None = None,
+    foreach: bool = True,
+    flat: bool = False,
 ) -> tuple[list[Layout], int, tuple[str, ...]]:
     """Layout of each parameter's state, temporary bytes of a step, and the optimizer's own warnings.
 
@@ -166,7 +179,12 @@ def allocate(
         if not issubclass(REGISTRY[name], CompressedOptimizer):
             return (*_stepped(name, params, options, foreach), ())
         tensors = [_placeholder(p, flat) for p in params]
-        optimizer = _create(name, _groups(params, tensors), options)
+        groups = _groups(params, tensors)
+        if module is not None and any(p.requires_grad for p in module.parameters()):
+            known = param_groups(module)  # it may know the module; its parameters are exchanged for those planned for
+            known[:] = groups
+            groups = known
+        optimizer = _create(name, groups, options)
         cast(CompressedOptimizer, optimizer).materialize_state()
     layouts = [_layout(optimizer.state.get(p, {})) for p in tensors]
     projected = [p.elements for p, layout in zip(params, layouts, strict=True) if "other" in map(_moment, layout)]
@@ -244,26 +262,41 @@ def _sizes(layout: Layout) -> dict[str, int]:
     return {key: torch.Size(shape).numel() * dtype.itemsize for key, (shape, dtype) in layout.items()}
 
 
-def _neighbour(name: str, params: Sequence[ParamSpec], options: Mapping[str, Any], step: int) -> list[Layout]:
-    """Layouts of the same parameters with one row more or less: they show which tensors follow the rows."""
-    moved = [
-        ParamSpec(p.name, (max(0, p.shape[0] + step), *p.shape[1:]) if p.shape else (), p.dtype, True, p.options)
-        for p in params
-    ]
-    return allocate(name, moved, options)[0]
+#: Other numbers of rows that a parameter is planned with, to see which tensors follow them.
+CHANGES: tuple[Callable[[int], int], ...] = (
+    lambda rows: rows + 1,
+    lambda rows: max(0, rows - 1),
+    lambda rows: 2 * rows,
+)
 
 
-def _sharded(p: ParamSpec, layout: Layout, others: Sequence[Layout], parallel: Parallel) -> dict[str, int]:
+def _neighbour(
+    name: str,
+    params: Sequence[ParamSpec],
+    options: Mapping[str, Any],
+    module: nn.Module | None,
+    change: Callable[[int], int],
+) -> list[Layout] | None:
+    """Layouts of the same parameters with other numbers of rows; None if the optimizer refuses them."""
+    moved = [replace(p, shape=(change(p.shape[0]), *p.shape[1:]) if p.shape else ()) for p in params]
+    try:
+        return allocate(name, moved, options, module=module)[0]
+    except ValueError:
+        return None
+
+
+def _sharded(p: ParamSpec, layout: Layout, others: Sequence[tuple[int, Layout]], parallel: Parallel) -> dict[str, int]:
     """Bytes of one parameter's state on one rank: what has a row for each row of the parameter is sharded with it, all
-    else (column factors, codebooks, counters) is on every rank."""
+    else (column factors, codebooks, counters) is on every rank.
+
+    Args:
+        others: numbers of rows and the layouts that the parameter would have with them. Without any, the shapes decide.
+    """
     sizes = _sizes(layout)
     for key, (shape, _) in layout.items():
-        follows = shape[:1] == p.shape[:1] and any(
-            key in other and other[key][0][:1] in ((shape[0] + 1,), (shape[0] - 1,)) and other[key][0][1:] == shape[1:]
-            for other in others
-            if shape
-        )
-        if follows and shape[0]:
+        if not shape or not shape[0] or shape[0] != p.shape[0]:
+            continue
+        if not others or any(key in other and other[key][0] == (rows, *shape[1:]) for rows, other in others):
             sizes[key] = sizes[key] // shape[0] * parallel.rows(shape[0])
     return sizes
 
