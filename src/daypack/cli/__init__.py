@@ -1,4 +1,4 @@
-"""The command line: `daypack compare` and `daypack train`."""
+"""The command line: `daypack compare`, `daypack train` and `daypack plan`."""
 
 import sys
 from typing import TextIO
