@@ -96,7 +96,8 @@ def _write_tensor(file: BinaryIO, part: Part) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    numbers: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
 
 
 # ------------------------------------------------------------------- reading
@@ -131,7 +132,7 @@ def read_shards(paths: list[Path]) -> Snapshot:
     files.sort(key=lambda file: file.head.index)
     try:
         return header.snapshot_of(files[0].head.common, dict(_tensors(files)))
-    except ValueError as error:
+    except (ValueError, *header.Malformed) as error:
         raise _damaged(first.path, error) from None
 
 
@@ -183,12 +184,13 @@ class _File:
 
         self.path = path
         try:
-            self._file = safe_open(str(path), framework="pt")
-            self.head = header.parse(self._file.metadata())
-            self.names: set[str] = set(self._file.keys())
+            reader: Any = safe_open(str(path), framework="pt")
+            self._file = reader
+            self.head = header.parse(reader.metadata())
+            self.names: set[str] = set(reader.keys())
             if self.names != self.head.crc.keys():
                 raise ValueError("its tensors are not those that its header lists")
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, *header.Malformed) as error:
             raise _damaged(path, error) from None
         self._checked: set[tuple[str, int]] = set()
 
@@ -212,12 +214,14 @@ class _File:
         first = header.seed(name, tensor.dtype, tuple(tensor.shape), run)
         found = f"{zlib.crc32(data[run * RUN : (run + 1) * RUN], first):08x}"
         if found != self.head.crc[name][8 * run : 8 * run + 8]:
-            raise _damaged(self.path, f"the checksum of tensor {name} is wrong")
+            raise _damaged(self.path, ValueError(f"the checksum of tensor {name} is wrong"))
         self._checked.add((name, run))
 
 
-def _damaged(path: Path, error: object) -> ValueError:
-    message = str(error)
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    if isinstance(error, header.Malformed):
+        error = ValueError(f"its header is not as it should be ({type(error).__name__}: {error})")
+    message = " ".join(str(error).split()).rstrip(".")
     if message.startswith("damaged or foreign"):
         return ValueError(message)
-    return ValueError(f"damaged or foreign checkpoint {path}: {message.rstrip('.')}; {_REMEDY}")
+    return ValueError(f"damaged or foreign checkpoint {path}: {message:.300}; {_REMEDY}")

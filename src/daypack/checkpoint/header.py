@@ -25,6 +25,10 @@ RUN = 1 << 22
 SHARED_BYTES = 4096
 
 
+#: What reading a header of another structure than ours may raise, beside ValueError.
+Malformed = (KeyError, TypeError, AttributeError, IndexError, RecursionError, RuntimeError, OverflowError)
+
+
 @dataclass(frozen=True)
 class Part:
     """A tensor, or the rows of one, as it stands in a file: ``start`` is the place of its first row in the whole."""
@@ -138,28 +142,24 @@ def parse(metadata: Mapping[str, str] | None) -> Header:
 
     Raises:
         ValueError: not one of these files, of another version, or damaged.
+        Malformed: what comes of reading a text with another structure.
     """
     if not metadata or HEADER not in metadata:
         raise ValueError("it is a safetensors file, but not of optimizer state that daypack saved")
     text = metadata[HEADER]
     if metadata.get(CHECKSUM) != checksum(text):
         raise ValueError("the checksum of its header is wrong")
-    try:
-        content = json.loads(text)
-        if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r:.60}, not {FORMAT!r}")
-        if content["version"] != VERSION:
-            raise ValueError(
-                f"it has version {content['version']!r:.20}, this daypack reads {VERSION}; use a newer one"
-            )
-        common = {key: content[key] for key in ("optimizer", "named", "groups", "params", "split", "metadata")}
-        index, count = content["shard"]
-        rows = {name: (int(start), int(stop)) for name, (start, stop) in content["rows"].items()}
-        if not 0 <= index < count:
-            raise ValueError(f"it says that it is shard {index + 1} of {count}")
-        return Header(common, index, count, rows, {str(name): str(crc) for name, crc in content["crc32"].items()})
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is damaged ({type(error).__name__}: {error})") from None
+    content = json.loads(text)
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r:.60}, not {FORMAT!r}")
+    if content["version"] != VERSION:
+        raise ValueError(f"it has version {content['version']!r:.20}, this daypack reads {VERSION}; use a newer one")
+    common = {key: content[key] for key in ("optimizer", "named", "groups", "params", "split", "metadata")}
+    index, count = content["shard"]
+    if not 0 <= index < count:
+        raise ValueError(f"it says that it is shard {index + 1} of {count}")
+    rows = {name: (int(start), int(stop)) for name, (start, stop) in content["rows"].items()}
+    return Header(common, index, count, rows, {str(name): str(crc) for name, crc in content["crc32"].items()})
 
 
 def checksum(text: str) -> str:
@@ -171,21 +171,18 @@ def snapshot_of(common: Mapping[str, Any], find: Mapping[str, Stored]) -> Snapsh
 
     Raises:
         ValueError: the header contradicts itself, or lacks a tensor.
+        Malformed: what comes of reading a text with another structure.
     """
-    try:
-        params = {str(name): _param(name, entry, find) for name, entry in common["params"].items()}
-        groups = tuple(
-            ({key: values.decode(value) for key, value in group["options"].items()}, tuple(group["params"]))
-            for group in common["groups"]
-        )
-        metadata = {str(key): str(value) for key, value in common["metadata"].items()}
-        snapshot = Snapshot(str(common["optimizer"]), groups, params, bool(common["named"]), metadata)
-    except (KeyError, TypeError, AttributeError, RecursionError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"its header is damaged ({type(error).__name__}: {error})") from None
-    listed = [name for _, names in snapshot.groups for name in names]
+    params = {str(name): _param(name, entry, find) for name, entry in common["params"].items()}
+    groups = tuple(
+        ({key: values.decode(value) for key, value in group["options"].items()}, tuple(map(str, group["params"])))
+        for group in common["groups"]
+    )
+    listed = [name for _, names in groups for name in names]
     if sorted(listed) != sorted(params):
         raise ValueError("its groups do not list each of its parameters once")
-    return snapshot
+    metadata = {str(key): str(value) for key, value in common["metadata"].items()}
+    return Snapshot(str(common["optimizer"]), groups, params, bool(common["named"]), metadata)
 
 
 def _param(name: str, entry: Mapping[str, Any], find: Mapping[str, Stored]) -> ParamState:

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from daypack import sharding
 from daypack.checkpoint import file as files
+from daypack.checkpoint.header import Malformed
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, names_of, take
 from daypack.formats.base import ComponentSpec
 from daypack.optim.base import CompressedOptimizer
@@ -102,8 +103,9 @@ def publish(snapshot: Snapshot, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, CompressedOptimizer):
             content = _checked(content, optimizer)
         optimizer.load_state_dict(content)
-    except (TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"the saved state does not fit: {error}; use another checkpoint") from None
+    except Malformed as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"the saved state does not fit: {problem:.300}; use another checkpoint") from None
 
 
 def state_dict_of(snapshot: Snapshot, optimizer: Optimizer) -> dict[str, Any]:

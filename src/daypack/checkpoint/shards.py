@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from daypack.checkpoint import file as files
@@ -40,9 +41,8 @@ def split(path: str | os.PathLike[str], count: int, folder: str | os.PathLike[st
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for index in range(count):
-        part = _part(snapshot, index, count)
         written.append(files.shard_path(folder / path.name, index, count))
-        write_whole(written[-1], lambda temporary, part=part, index=index: files.write(temporary, part, index, count))
+        write_whole(written[-1], partial(files.write, snapshot=_part(snapshot, index, count), index=index, count=count))
     return written
 
 
