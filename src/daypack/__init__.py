@@ -13,6 +13,7 @@ from daypack.planner.report import state_report
 
 if TYPE_CHECKING:
     from daypack import checkpoint
+    from daypack.checkpoint import convert
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "AdamW",
     "Gefen",
     "checkpoint",
+    "convert",
     "create",
     "estimate_state",
     "materialize_state",
@@ -29,11 +31,14 @@ __all__ = [
     "state_report",
 ]
 
+_LATE = ("checkpoint", "convert")
+
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is first asked for."""
-    if name == "checkpoint":
+    if name in _LATE:
         import importlib
 
-        return importlib.import_module("daypack.checkpoint")
+        room = importlib.import_module("daypack.checkpoint")
+        return room if name == "checkpoint" else getattr(room, name)
     raise AttributeError(f"module 'daypack' has no attribute {name!r}")
