@@ -13,7 +13,7 @@ from daypack.planner.report import state_report
 
 if TYPE_CHECKING:
     from daypack import checkpoint
-    from daypack.checkpoint import convert
+    from daypack.checkpoint import convert, transplant
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,9 +29,10 @@ __all__ = [
     "names",
     "param_groups",
     "state_report",
+    "transplant",
 ]
 
-_LATE = ("checkpoint", "convert")
+_LATE = ("checkpoint", "convert", "transplant")
 
 
 def __getattr__(name: str) -> Any:

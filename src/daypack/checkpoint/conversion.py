@@ -23,6 +23,7 @@ from daypack.kernels import dispatch
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
 
+_UNSTEPPED = "it was never stepped"
 #: Options that mean the same wherever a constructor has them. All others keep the new optimizer's defaults.
 SHARED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "nonfinite")
 
@@ -53,7 +54,7 @@ def convert(optimizer: Optimizer, name: str, **options: Any) -> Optimizer:
         params = list(live["params"])
         if "param_names" in live:
             params = list(zip(live["param_names"], params, strict=True))
-        groups.append({**_kept(old, source, name, options), "params": params})
+        groups.append({**kept_options(old, source, name, options), "params": params})
     target = create(name, groups, **options)
     target.conversion = fill(target, source)  # type: ignore[attr-defined]
     return target
@@ -61,7 +62,7 @@ def convert(optimizer: Optimizer, name: str, **options: Any) -> Optimizer:
 
 def convert_snapshot(source: Snapshot, name: str, **options: Any) -> tuple[Optimizer, Report]:
     """`convert` without the parameters: an optimizer over parameters that hold nothing, to be saved."""
-    groups = [(_kept(old, source, name, options), members) for old, members in source.groups]
+    groups = [(kept_options(old, source, name, options), members) for old, members in source.groups]
     target = hollow(name, groups, source.params, source.named, options)
     return target, fill(target, source)
 
@@ -86,11 +87,16 @@ def hollow(
     )
 
 
-def _kept(old: Mapping[str, Any], source: Snapshot, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def kept_options(old: Mapping[str, Any], source: Snapshot, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What a group of the new optimizer takes over: shared options, and what is no option of the old one's."""
     if name not in REGISTRY:
         create(name, [])  # raises
     new = inspect.signature(REGISTRY[name]).parameters
+    for option in options:
+        if option not in new or option == "params":
+            raise ValueError(
+                f"{name} has no option {option!r}; it has {', '.join(key for key in new if key != 'params')}"
+            )
     known = foreign.options_of(source)
     kept = {}
     for key, value in old.items():
@@ -199,10 +205,10 @@ class _Filler:
 
     def _missing(self, found: Layout, source: Source) -> str:
         """Why a parameter must start anew; empty if it need not."""
-        if source.step == 0:
-            return "it was never stepped"
         if found.note or source.note:
             return found.note or source.note
+        if source.step == 0:
+            return _UNSTEPPED
         if "exp_avg_sq" in found.moments and "exp_avg_sq" not in source.moments:
             return f"{self.origin} keeps no second moment to divide by, so the parameter starts anew at step 0"
         return ""
@@ -243,7 +249,7 @@ class _Filler:
         found = self._layout(name, p, group)
         missing = self._missing(found, source)
         if missing:
-            self.report.add(name, "state", "new" if source.step == 0 else "dropped", note=missing)
+            self.report.add(name, "state", "new" if missing == _UNSTEPPED else "dropped", note=missing)
             return
         wanted, state = self._wanted(found, group, source), self._state(p, found, source)
         for moment, at in found.moments.items():

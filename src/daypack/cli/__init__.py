@@ -1,4 +1,4 @@
-"""The command line: `daypack compare` and `daypack train`."""
+"""The command line: `daypack compare`, `daypack train`, and commands on files of optimizer state."""
 
 import sys
 from typing import TextIO

@@ -7,6 +7,7 @@ import typer
 
 import daypack
 from daypack.cli import compare as compare_command
+from daypack.cli import state as state_commands
 from daypack.cli import train as train_command
 from daypack.training import TrainConfig, presets
 from daypack.training.config import dtypes
@@ -171,3 +172,7 @@ def train(
     if resume is not None:
         return train_command.resume(given, path=resume, checkpoint_every=checkpoint_every)
     return train_command.start(given, out=out, name=name, checkpoint_every=checkpoint_every)
+
+
+for command in state_commands.COMMANDS:
+    app.command()(command)
