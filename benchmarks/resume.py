@@ -18,7 +18,7 @@ from daypack.training.loop import build_optimizer, thread_count
 
 PATH = RESULTS / "resume.jsonl"
 OPTIMIZERS = ("adamw", "gefen")
-LENGTH = 300
+LENGTH = 150
 #: Steps at learning rate 0 and of rise; None: the state is kept.
 REMEDIES: dict[str, tuple[int, int] | None] = {
     "state kept": None,
@@ -28,7 +28,7 @@ REMEDIES: dict[str, tuple[int, int] | None] = {
     "observe 30": (30, 0),
     "observe 10, rise over 50": (10, 50),
 }
-WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100), (101, 200), (201, 300))
+WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100), (101, 150))
 
 
 def cell(optimizer: str, remedy: str, seed: int) -> dict[str, Any]:

@@ -82,7 +82,9 @@ def test_kept_elements_go_on_and_new_ones_are_sane(case: Case) -> None:
         fresh = torch.ones(NEW[name], dtype=torch.bool)
         fresh[CORNER[name]] = False
         step = (mine[name].detach() - before[name]) / lr
-        assert step[fresh].abs().max() <= 2 * bound, name  # rank-1 estimates may err
+        moved = step[fresh].abs()
+        assert moved.quantile(0.99) <= bound, name
+        assert moved.max() <= 4 * bound, name  # rank-1 estimates and block means err, here as everywhere
         if exact:
             assert step[fresh].abs().max() <= 1.01 * bound
             assert 0.01 < step[fresh].abs().median() < 1
