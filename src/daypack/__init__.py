@@ -4,10 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import SGD, Adam, AdamW
 
-from daypack.optim.base import materialize_state
+from daypack.optim.adafactor import Adafactor
+from daypack.optim.adam_mini import AdamMini
+from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
+from daypack.optim.galore import GaLore
 from daypack.optim.gefen import Gefen
 from daypack.optim.groups import param_groups
-from daypack.optim.registry import create, names
+from daypack.optim.lamb import LAMB
+from daypack.optim.registry import create, materialize_state, names
 from daypack.planner.estimate import estimate_state
 from daypack.planner.report import state_report
 
@@ -17,10 +21,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "LAMB",
     "SGD",
+    "Adafactor",
     "Adam",
+    "Adam8bit",
+    "AdamMini",
     "AdamW",
+    "AdamW8bit",
+    "GaLore",
     "Gefen",
+    "Lion8bit",
+    "SGD8bit",
     "checkpoint",
     "convert",
     "create",

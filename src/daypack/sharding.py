@@ -12,14 +12,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from daypack.formats.base import ComponentSpec, Geometry, geometry
+from daypack.formats.base import ComponentSpec, Geometry
+from daypack.update import ParamPlan
+
+#: Vectors that are no parameters but smaller than this are left as they are.
+SMALLEST_PARTITION = 1 << 14
 
 
 def is_distributed(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor; asks without importing torch.distributed.tensor, which costs a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_flat_partition(tensor: Tensor) -> bool:
+    """Whether ``tensor`` looks like a flat piece of other parameters: what ZeRO and FSDP1 hand to an optimizer.
+
+    They mark it, or hand over a vector that is not an `nn.Parameter`.
+    """
+    marked = getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False)
+    return tensor.ndim == 1 and bool(marked or not isinstance(tensor, Parameter))
+
+
+def is_bare_partition(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is such a piece that nobody gathers by parameter (ZeRO's), and large enough to compress."""
+    return tensor.ndim == 1 and not isinstance(tensor, Parameter) and tensor.numel() >= SMALLEST_PARTITION
 
 
 def refusal(tensor: Tensor) -> str | None:
@@ -51,26 +70,32 @@ def to_local_gradient(param: Tensor) -> Tensor:
     return to_local(grad)
 
 
-def local_geometry(tensor: Tensor) -> Geometry:
-    """The matrix view of this rank's part; what is decided from shapes is decided from the global one."""
-    view = geometry(tuple(tensor.shape))
-    if not is_distributed(tensor):
+def local_view(param: Tensor, plan: ParamPlan) -> Geometry:
+    """What the formats take for the geometry of this rank's part; what shapes decide, the global shape decides."""
+    view = plan.view(param.shape)
+    if not is_distributed(param):
         return view
+    shape, start = _local(param)
+    return view.shard(shape, start)
+
+
+def _local(tensor: Tensor) -> tuple[tuple[int, ...], int]:
+    """Shape of this rank's part of a DTensor, and where in dim 0 it begins."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    return view.shard(tuple(shape), offset[0] if offset else 0)
+    return tuple(shape), offset[0] if offset else 0
 
 
 def rows_of(tensor: Tensor) -> tuple[tuple[int, int], bool]:
     """The rows of dim 0 of a whole tensor that are here, and whether this rank is the first one that holds them."""
     if not is_distributed(tensor):
         return (0, tensor.shape[0] if tensor.dim() else 1), True
-    view = local_geometry(tensor)
+    shape, start = _local(tensor)
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     copies = [mesh.get_local_rank(dim) for dim, placement in enumerate(placements) if placement.is_replicate()]
-    start = view.start if view.shape[0] else 0
-    return (start, start + view.shape[0]), not any(copies)
+    start = start if shape[0] else 0
+    return (start, start + shape[0]), not any(copies)
 
 
 def rank_of(params: Sequence[Tensor]) -> tuple[int, int]:
@@ -107,8 +132,10 @@ def place(param: Tensor, value: Tensor, spec: ComponentSpec) -> Tensor:
         if follows and value.device_mesh == param.device_mesh and value.placements == param.placements:  # type: ignore[attr-defined]
             return to_local(value)
         value = value.full_tensor()  # type: ignore[attr-defined]
-    view = local_geometry(param)
-    return value.narrow(0, view.start if view.shape[0] else 0, view.shape[0]) if follows and value.dim() else value
+    if not (follows and value.dim()):
+        return value
+    shape, start = _local(param)
+    return value.narrow(0, start if shape[0] else 0, shape[0])
 
 
 class LocalState(dict[str, Any]):

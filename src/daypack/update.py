@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import torch
 from torch import Tensor
+
+from daypack.formats.base import geometry
 
 if TYPE_CHECKING:
     from daypack.formats.base import Geometry, State, StateFormat
+    from daypack.projection import Projection
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,18 @@ class Elements:
     v: Tensor | None
 
 
-#: (elements, hyper, factor) -> direction and the first moment to store (None: there is none). Both are new tensors, or
-#: the same one. ``factor`` is 1 for rules that measure nothing.
-Direction: TypeAlias = "Callable[[Elements, Hyper, float], tuple[Tensor, Tensor | None]]"
+@dataclass(frozen=True)
+class Norms:
+    """Euclidean norms over a whole parameter of ``numel`` elements: its own, and that of what its rule measures."""
+
+    param: float
+    measured: float
+    numel: int
+
+
+#: (elements, hyper, norms) -> direction and the first moment to store (None: there is none). Both are new tensors, or
+#: the same one. ``norms`` is None for rules that measure nothing.
+Direction: TypeAlias = "Callable[[Elements, Hyper, Norms | None], tuple[Tensor, Tensor | None]]"
 
 
 @dataclass(frozen=True)
@@ -82,15 +95,13 @@ class Rule:
         name: for messages.
         direction: see `Direction`.
         hyper: numbers of a step from the group's options and the step, from 1.
-        measured: for rules that scale a whole tensor: what the norm is taken of.
-        factor: the scale, from the norms of the parameter and of what was measured, and the number of elements.
+        measured: for rules that scale a whole tensor: what the norm is taken of. It costs a pass of its own.
     """
 
     name: str
     direction: Direction
     hyper: Callable[[Mapping[str, Any], int], Hyper]
     measured: Callable[[Elements, Hyper], Tensor] | None = None
-    factor: Callable[[float, float, int, Hyper], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,17 +112,28 @@ class ParamPlan:
         rule: one of `daypack.rules`.
         exp_avg: format of the first moment; None: not kept.
         exp_avg_sq: format of the second moment; None: not kept.
+        projection: the low-rank stage around the rule (GaLore); the moments then have the low shape.
     """
 
     rule: Rule
     exp_avg: StateFormat | None
     exp_avg_sq: StateFormat | None
+    projection: Projection | None = None
 
     @property
     def moments(self) -> tuple[tuple[str, StateFormat], ...]:
-        """State name and format of each moment that is kept."""
-        both = ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)
-        return tuple((name, form) for name, form in both if form is not None)
+        """State name and format of each moment that is kept, and of the basis of a projection."""
+        kept = ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq), ("basis", self.projection)
+        return tuple((name, form) for name, form in kept if form is not None)
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of state of a parameter of this shape and dtype, without its step counter."""
+        specs = (spec for _, form in self.moments for spec in form.components(self.view(shape), dtype))
+        return sum(spec.nbytes for spec in specs)
+
+    def view(self, shape: Sequence[int]) -> Geometry:
+        """What the formats take for the parameter's geometry: that of the low shape where there is a projection."""
+        return geometry(self.projection.low if self.projection else tuple(shape))
 
 
 @dataclass
@@ -123,6 +145,7 @@ class Update:
         param: this rank's part of the parameter; the parameter itself if it is not sharded.
         group: the parameter's group, with its options.
         state: this rank's part; empty before the first step.
+        view: what ``plan.view`` says of the parameter's shape; of this rank's part of it.
         whole: the parameter as its group holds it.
         part: this rank's part of the gradient; None: the gradient is ``param.grad``.
         sums: complete statistics of g^2 of this step, as the second moment's format laid them out (reference only).

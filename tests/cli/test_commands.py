@@ -84,7 +84,7 @@ def test_compare_writes_what_it_shows(tmp_path: Path, data: Path, capsys: pytest
     assert {line["optimizer"] for line in records(folder)} == {"sgd"}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "gefen"])
+@pytest.mark.parametrize("optimizer", ["adamw", "gefen", "adam_mini"])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, data: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,7 @@ def test_positional_arguments_mean_what_they_mean_in_torch() -> None:
 
 @crossed
 def test_true_is_refused_while_unsupported(case: Case) -> None:
-    for option in ("amsgrad", "capturable", "differentiable"):
+    for option in filter(case.takes, ("amsgrad", "capturable", "differentiable")):
         with pytest.raises(ValueError, match=option):
             case.create(parameters().values(), **{option: True})
         case.create(parameters().values(), **{option: False})
@@ -165,6 +165,8 @@ def test_strings_are_refused(case: Case) -> None:
     """Launchers pass what they read from a command line: a clear refusal at construction, not an error in a step."""
     wrong = {"lr": "1e-3", "betas": "(0.9, 0.99)", "eps": "1e-8", "weight_decay": "0", "maximize": "False"}
     for option, text in wrong.items():
+        if not case.takes(option):
+            continue
         with pytest.raises(ValueError, match=option):
             case.create(parameters().values(), **{option: text})
 
@@ -174,7 +176,7 @@ def test_bad_values_set_later_are_refused(case: Case) -> None:
     """A scheduler pushes a beta to 1, someone types a rate: the step says so and changes nothing."""
     wrongs = [(key, value) for key, list_ in BAD.items() for value in list_]
     wrongs += [("lr", "0.1"), ("betas", "(0.9, 0.99)"), ("amsgrad", True), ("capturable", True)]
-    for key, wrong in wrongs:
+    for key, wrong in [(key, wrong) for key, wrong in wrongs if case.takes(key)]:
         params = parameters(shapes={"matrix": (24, 520), "vector": (9,)})
         vector = params.pop("vector")
         optimizer = case.create([{"params": params.items()}, {"params": [("vector", vector)]}])
@@ -195,8 +197,8 @@ def test_options_are_honoured_per_group(case: Case) -> None:
         {"lr": 0.3, "weight_decay": 0.2},
         {"maximize": True, "weight_decay": 0.0},
     ]
-    if "betas" in case.create(parameters().values()).defaults:
-        options[0] |= {"betas": (0.5, 0.9), "eps": 1e-3}
+    options[0] |= {"betas": (0.5, 0.9)} if case.takes("betas") else {}
+    options[0] |= {"eps": 1e-3} if isinstance(case.create([torch.zeros(1)]).defaults.get("eps"), float) else {}
     if case.spec.name == "gefen":
         options[0] |= {"second_moment": "blocks", "block_size": 64}
         options[1] |= {"second_moment": "factored", "block_size": 512}
@@ -276,9 +278,7 @@ def test_groups_stay_the_callers(case: Case) -> None:
     """As many groups as given, with their extras, in their order; never one per tensor."""
     params = list(parameters().values())
     optimizer = case.create([{"params": params[:2], "label": "a"}, {"params": params[2:], "lr": 0.5, "label": "b"}])
-    reference = case.spec.namesake(
-        [{"params": params[:2], "label": "a"}, {"params": params[2:], "lr": 0.5, "label": "b"}], lr=case.spec.lr
-    )
+    reference = case.namesake([{"params": params[:2], "label": "a"}, {"params": params[2:], "lr": 0.5, "label": "b"}])
     train(optimizer, dict(zip(parameters(), params, strict=True)), range(2))
     assert [len(g["params"]) for g in optimizer.param_groups] == [len(g["params"]) for g in reference.param_groups]
     assert [(g["label"], g["lr"]) for g in optimizer.param_groups] == [("a", case.spec.lr), ("b", 0.5)]
@@ -311,6 +311,8 @@ def test_bad_group_leaves_the_optimizer_as_it_was(case: Case) -> None:
         {"params": {new}},
         {"params": [new], "amsgrad": True},
     ):
+        if not all(map(case.takes, group)):
+            continue
         with pytest.raises((ValueError, TypeError)):
             optimizer.add_param_group(copy.copy(group))
         assert_same(snapshot(optimizer, params), before)
@@ -323,8 +325,9 @@ def test_tensor_options(case: Case) -> None:
     """A tensor as learning rate or beta is the number in it, is read at each step, and stays the caller's tensor."""
     numbers, others = parameters(), parameters()
     lr, beta = torch.tensor(0.015625), torch.tensor(0.5)
-    tensor = case.create(numbers.values(), lr=lr, betas=(beta, 0.875))
-    number = case.create(others.values(), lr=0.015625, betas=(0.5, 0.875))
+    betas = case.takes("betas")
+    tensor = case.create(numbers.values(), lr=lr, **({"betas": (beta, 0.875)} if betas else {}))
+    number = case.create(others.values(), lr=0.015625, **({"betas": (0.5, 0.875)} if betas else {}))
     train(tensor, numbers, range(2))
     train(number, others, range(2))
     assert_same(values(numbers), values(others))

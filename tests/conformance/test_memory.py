@@ -49,7 +49,9 @@ def test_bytes_per_parameter(case: Case, hidden: int) -> None:
     numel = sum(p.numel() for p in params.values())
     held = state_bytes(optimizer)
     bound = case.spec.bytes_per_param[case.label]
-    assert held <= (1.06 if case.spec.ours and hidden == 256 else bound + (hidden == 256) * 0.01) * numel
+    if hidden == 256:
+        bound = max(1.06, bound + 0.04) if case.spec.ours else bound + 0.01
+    assert held <= bound * numel
     report = daypack.state_report(optimizer)
     numbers = sum(isinstance(v, (int, float)) for state in optimizer.state.values() for v in state.values())
     assert report.total_bytes == held + 8 * numbers
@@ -184,7 +186,7 @@ def test_the_meter_sees_temporaries() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3072, 4096), (1, 3072 * 4096), (3072 * 64, 64)], ids=str)
-@pytest.mark.parametrize("case", OURS, ids=str)
+@crossed
 def test_step_needs_chunks_not_copies_of_the_parameter(case: Case, shape: tuple[int, ...]) -> None:
     """The first step (which learns) and one with a gradient of other strides: 16 chunks at most."""
     warm = {"p": Parameter(torch.zeros(32, 512))}  # What is worked out once in a process is no part of a step.

@@ -96,7 +96,7 @@ def test_state_dtypes_follow_the_design(case: Case, dtype: torch.dtype) -> None:
         for key, value in state.items():
             if key == "exp_avg_codebook":
                 assert (value.dtype, value.shape) == (torch.float32, (256,)), name
-            elif key == "exp_avg_sq_block_size":
+            elif key in ("exp_avg_sq_block_size", "basis_left"):
                 assert (value.dtype, value.shape) == (torch.int64, ()), name
             elif isinstance(value, torch.Tensor) and key != "step":
                 assert value.dtype in allowed, (name, key, value.dtype)

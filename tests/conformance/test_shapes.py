@@ -60,7 +60,7 @@ def test_every_number_of_elements(case: Case, numel: int) -> None:
                 t.numel() * t.element_size() for t in optimizer.state[params[name]].values() if torch.is_tensor(t)
             )
             assert held <= 8 * numel + 4, name  # never more than AdamW
-        if numel >= 4095:
+        if numel >= 4095 and case.spec.name in ("gefen", "galore") and "low" not in case.label:
             # One row: a byte of code, a scale per 256, a column mean per element; and the codebook.
             assert held_by(optimizer, params["row"]) < 5.1 * numel + 1100
             assert optimizer.state[params["row"]]["exp_avg_codes"].shape == (1, numel)
@@ -92,7 +92,8 @@ KINDS = ("transposed", "chunk", "sliced rows", "contiguous")
 def test_strides_do_not_matter(case: Case, kind: str, grads: str) -> None:
     """Parameter and gradient with strides of their own: the contiguous result, up to the order of sums; strides stay.
 
-    The momentum has no sums in it: what is stored of it is the same to the bit.
+    The momentum has no sums in it: codes of it are the same to the bit (dense it may be an ulp off, since only
+    contiguous tensors go to native kernels, which fuse a multiplication with an addition).
     """
     shapes: dict[str, tuple[int, ...]] = {"m": (24, 300), "e": (4, 24, 64), "c": (16, 8, 3, 3), "tall": (520, 8)}
     plain = parameters(shapes=shapes)
@@ -112,6 +113,8 @@ def test_strides_do_not_matter(case: Case, kind: str, grads: str) -> None:
             wanted = reference.state[plain[name]][key]
             if key.startswith("exp_avg_sq") and torch.is_tensor(value):
                 torch.testing.assert_close(value, wanted, rtol=1e-5, atol=0)
+            elif key in ("exp_avg", "basis"):  # Other kernels, and the sums in a basis, differ in the last place.
+                torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
             else:
                 assert_same(value, wanted, f"{name} {key}")
 
@@ -300,10 +303,11 @@ def test_any_shape_trains_saves_and_resumes(case: Case, dims: list[int], dtype: 
     if dims:
         dims[-1] = min(dims[-1] * (1, 7, 16, 100)[wide], 3000)
     params = parameters(dtype, {"p": tuple(dims), "anchor": (16, 256)})
-    optimizer = case.create(params.values(), block_size=64)
+    options = {"block_size": 64} if case.takes("block_size") else {}
+    optimizer = case.create(params.values(), **options)
     train(optimizer, params, range(2))
     mine = clone(params)
-    other = case.create(mine.values(), block_size=64)
+    other = case.create(mine.values(), **options)
     other.load_state_dict(through_file(optimizer.state_dict()))
     train(optimizer, params, [2])
     train(other, mine, [2])

@@ -1,5 +1,7 @@
 """Parameters at the edge of a step: frozen ones with a gradient, late ones, and replicas under DDP's rules."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -111,3 +113,30 @@ def test_a_diagonal_gradient_moves_at_most_by_the_root_of_its_width():
         move = (p.detach() - before).abs()
         assert torch.allclose(move.diagonal(), torch.full((n,), n**0.5), rtol=0.02)
         assert not move.fill_diagonal_(0).any()
+
+
+@pytest.mark.parametrize(("name", "bound"), [("gefen", 1.06), ("adam_mini", 4.05), ("adamw8bit", 2.05)])
+def test_a_flat_partition_as_zero_hands_over_is_compressed(name, bound):
+    """A plain vector of many parameters: flat blocks, said once; saved, loaded and continued."""
+    flat = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
+    adamw = torch.nn.Parameter(flat.clone())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours, theirs = daypack.create(name, [flat]), torch.optim.AdamW([adamw])
+        for step in range(20):
+            g = torch.randn(100_003, generator=torch.Generator().manual_seed(step)) * 0.01
+            flat.grad, adamw.grad = g, g.clone()
+            ours.step()
+            theirs.step()
+    assert len([w for w in caught if "flat partition" in str(w.message)]) == (name != "adamw8bit")
+    held = sum(v.numel() * v.element_size() for v in ours.state[flat].values())
+    assert held <= bound * flat.numel()
+    moved = (adamw.detach() - torch.randn(100_003, generator=torch.Generator().manual_seed(1))).norm()
+    assert (flat - adamw.detach()).norm() < 0.4 * moved
+    again = flat.clone()
+    other = daypack.create(name, [again])
+    other.load_state_dict(ours.state_dict())
+    again.grad = flat.grad.clone()
+    ours.step()
+    other.step()
+    assert torch.equal(flat, again)

@@ -32,6 +32,39 @@ def test_known_architectures(name):
     assert estimate.bytes_per_param == pytest.approx(bytes_per_param, abs=6e-5)
 
 
+#: The same for the other optimizers, all parameters in 8 bits where there is a choice (embeddings as well).
+OTHERS = {
+    "GPT-2 (124 M)": (2.0371, 1.0185, 4.0082, 1.0194),
+    "Llama 7 B": (2.0313, 1.0156, 4.001, 1.009),
+    "Mixture of experts, 8 x 2048 x 1408 a layer": (2.0323, 1.0161, 4.0024, 1.0106),
+    "ResNet-50": (2.0446, 1.0223, 4.0128, 1.0293),
+    "LoRA r = 4": (3.0159, 1.5081, 4.5007, 1.8171),
+    "LoRA r = 16": (2.2657, 1.1329, 4.1255, 1.2076),
+    "LoRA r = 64": (2.0781, 1.0391, 4.0318, 1.0552),
+}
+OPTIMIZERS = (("adamw8bit", {}), ("sgd8bit", {}), ("adam_mini", {}), ("adam_mini", {"bits": 8}))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_optimizers_on_known_architectures(name):
+    shapes_ = ARCHITECTURES[name][0]
+    found = [daypack.estimate_state(shapes_, optimizer=which, **options) for which, options in OPTIMIZERS]
+    assert [estimate.bytes_per_param for estimate in found] == pytest.approx(OTHERS[name], abs=6e-5)
+    assert daypack.estimate_state(shapes_, optimizer="adam8bit") == found[0]
+    assert daypack.estimate_state(shapes_, optimizer="lion8bit") == found[1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adam8bit", "sgd8bit", "lion8bit", "adam_mini"])
+def test_plans_of_the_other_optimizers_equal_allocation_to_the_byte(optimizer):
+    shapes_ = [(64, 300), (5000,), (70,), (), (4, 24, 64), (64, 1, 4), (4096, 1), (0, 8), (300, 17)]
+    live = daypack.create(optimizer, [torch.zeros(shape) for shape in shapes_])
+    for p in live.param_groups[0]["params"]:
+        p.requires_grad_(True)
+    live.materialize_state()
+    planned = daypack.estimate_state(shapes_, optimizer=optimizer)
+    assert planned.total_bytes == daypack.state_report(live).total_bytes
+
+
 @pytest.mark.parametrize(("preset", "hidden", "bound"), [("large", 1024, 1.02), ("medium", 256, 1.06)])
 def test_the_demo_architecture_keeps_the_promise(preset, hidden, bound):
     config = model_config(preset)
@@ -92,5 +125,9 @@ def test_bad_options_are_refused():
         daypack.estimate_state([(4, 4)], block_size=0)
     with pytest.raises(ValueError, match=r"at least 0, got \(64, -300\)"):
         daypack.estimate_state([(64, -300)])
+    with pytest.raises(ValueError, match="torch's own"):
+        daypack.estimate_state([(4, 4)], optimizer="adamw")
+    with pytest.raises(ValueError, match="unknown optimizer 'adamini'"):
+        daypack.estimate_state([(4, 4)], optimizer="adamini")
     with pytest.raises(TypeError, match="no_such"):
         daypack.estimate_state([(4, 4)], no_such=1)

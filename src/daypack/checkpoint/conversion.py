@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from daypack.formats.base import geometry
 from daypack.kernels import dispatch
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
+from daypack.update import ParamPlan
 
 _UNSTEPPED = "it was never stepped"
 #: Options that mean the same wherever a constructor has them. All others keep the new optimizer's defaults.
@@ -116,12 +117,18 @@ class Source:
         step: steps taken.
         note: why moments are missing.
         grown: whether some numbers were not in the old state.
+        plan: of daypack's optimizers; state of an equal plan is taken over as it is.
+        state: that state.
+        options: of its group.
     """
 
     moments: Mapping[str, Callable[[float], Numbers]]
     step: int
     note: str = ""
     grown: bool = False
+    plan: ParamPlan | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 #: The source of the target parameter of a name, shape and dtype; None: it starts anew.
@@ -165,7 +172,7 @@ class Sources:
                 return moments.numbers(state, at, view, entry.dtype, 1.0 if own == wanted else own / wanted)
 
             result[moment] = of
-        return Source(result, step, found.note)
+        return Source(result, step, found.note, plan=found.plan, state=state, options=options)
 
 
 def fill(target: Optimizer, snapshot: Snapshot, find: Find | None = None) -> Report:
@@ -247,6 +254,14 @@ class _Filler:
     @torch.no_grad()
     def _fill(self, name: str, p: Tensor, group: dict[str, Any], source: Source, levels: Tensor | None) -> None:
         found = self._layout(name, p, group)
+        if _is_same(found, group, source):
+            for key, value in source.state.items():
+                own = self.target.state[p].get(key)
+                at = own.device if isinstance(own, Tensor) else p.device
+                self.target.state[p][key] = value.to(at, copy=True) if isinstance(value, Tensor) else value
+            for moment in found.moments or ("state",):
+                self.report.add(name, moment, "exact")
+            return
         missing = self._missing(found, source)
         if missing:
             self.report.add(name, "state", "new" if missing == _UNSTEPPED else "dropped", note=missing)
@@ -274,6 +289,13 @@ class _Filler:
             state |= {"step": step} if found.counts else {}
             state |= {at.key: torch.zeros_like(p) for at in found.moments.values()}
         return state
+
+
+def _is_same(found: Layout, group: dict[str, Any], source: Source) -> bool:
+    """Whether the target stores and means just what the source does."""
+    if found.plan is None or found.plan != source.plan or source.step == 0:
+        return False
+    return moments.same_scales(found.plan, group, source.options, source.step)
 
 
 def _levels_of(source: Numbers) -> Tensor | None:

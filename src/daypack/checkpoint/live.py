@@ -18,7 +18,8 @@ from daypack.checkpoint.header import Malformed
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, names_of, take
 from daypack.formats.base import ComponentSpec
 from daypack.optim.base import CompressedOptimizer
-from daypack.optim.state_dict import _match, _plain, _step
+from daypack.optim.options import plain_name
+from daypack.optim.state_dict import _match, _step
 from daypack.training.files import write_whole
 
 #: State of torch's own classes that is shaped like the parameter. AdamW, which is an Adam to Python, comes first.
@@ -156,12 +157,12 @@ def _live_params(snapshot: Snapshot, optimizer: Optimizer, keys: Mapping[str, in
     """The live parameter for each saved one: by name where both sides have names, else by place."""
     names, named = names_of(optimizer)
     live = {
-        _plain(name): p
+        plain_name(name): p
         for group, members in zip(optimizer.param_groups, names, strict=True)
         for name, p in zip(members, group["params"], strict=True)
     }
     if named and snapshot.named:
-        return {key: live[_plain(name)] for name, key in keys.items() if _plain(name) in live}
+        return {key: live[plain_name(name)] for name, key in keys.items() if plain_name(name) in live}
     places = [f"{g}.{i}" for g, (_, members) in enumerate(snapshot.groups) for i in range(len(members))]
     by_place = dict(zip(_places(optimizer), _params(optimizer), strict=True))
     return {key: by_place[place] for key, place in enumerate(places) if place in by_place}

@@ -18,6 +18,7 @@ from daypack.formats.base import Chunk, Geometry, StateFormat, accumulator, chun
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.dense import Dense
 from daypack.optim.base import CompressedOptimizer
+from daypack.update import ParamPlan
 
 #: Names of the two moments, as `daypack.update.ParamPlan` has them.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -74,12 +75,14 @@ class Layout:
         moments: by name; only those that are kept.
         note: why moments that are kept cannot be carried; empty if they can.
         counts: whether steps are counted.
+        plan: of daypack's optimizers; state of equal plans is the same.
     """
 
     rule: str
     moments: Mapping[str, Moment]
     note: str = ""
     counts: bool = True
+    plan: ParamPlan | None = None
 
 
 def dense(rule: str, counts: bool = True, **keys: str) -> Layout:
@@ -102,9 +105,9 @@ def layout(optimizer: Optimizer, group: Options, shape: tuple[int, ...], dtype: 
         found = PLAIN[torch_class(optimizer).__name__]
         return found if group.get("momentum", 1) else Layout(found.rule, {}, counts=False)
     plan = optimizer.plan(torch.Size(shape), dtype, dict(group), name)
-    if getattr(plan, "projection", None) is not None:
-        return Layout(plan.rule.name, {}, "its moments belong to a low-rank projection")
-    return Layout(plan.rule.name, {moment: Moment(form, moment) for moment, form in plan.moments})
+    if plan.projection is not None:
+        return Layout(plan.rule.name, {}, "its moments belong to a low-rank projection", plan=plan)
+    return Layout(plan.rule.name, {moment: Moment(form, moment) for moment, form in plan.moments}, plan=plan)
 
 
 def load_entry(entry: Mapping[str, Value], layout: Layout, view: Geometry) -> dict[str, Any]:
@@ -113,6 +116,12 @@ def load_entry(entry: Mapping[str, Value], layout: Layout, view: Geometry) -> di
     for moment in layout.moments.values():
         moment.form.load_(state, moment.key, view)
     return state
+
+
+def same_scales(plan: ParamPlan, ours: Options, theirs: Options, step: int) -> bool:
+    """Whether a rule means the same by its moments under the options of two groups."""
+    scales = [scale for scale in MEANINGS.get(plan.rule.name, ()) if scale is not None]
+    return all(scale(ours, step) == scale(theirs, step) for scale in scales)
 
 
 @dataclass

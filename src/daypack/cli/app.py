@@ -46,6 +46,13 @@ Dtype = Annotated[
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads.", show_default="1 for tiny and small, else torch's choice")
 ]
+Parallel = Annotated[
+    str | None,
+    typer.Option(
+        help="How the processes that torchrun started share the run: none, ddp or fsdp2.",
+        show_default=DEFAULT.parallel,
+    ),
+]
 Out = Annotated[Path, typer.Option(help="Folder that results go below.")]
 
 
@@ -87,6 +94,7 @@ def compare(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    parallel: Parallel = None,
     out: Out = Path("runs"),
     name: Annotated[str, typer.Option(help="Folder of this comparison below --out.")] = "compare",
 ) -> int:
@@ -109,6 +117,7 @@ def compare(
         "device": device,
         "dtype": dtype,
         "threads": threads,
+        "parallel": parallel,
     }
     return compare_command.run(given, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
 
@@ -133,6 +142,7 @@ def train(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    parallel: Parallel = None,
     out: Out = Path("runs"),
     name: Annotated[
         str | None, typer.Option(help="Folder of this run below --out.", show_default="the optimizer")
@@ -142,8 +152,8 @@ def train(
         Path | None,
         typer.Option(
             help="Go on from a run's folder or its checkpoint.pt, bit for bit. The checkpoint has all settings; "
-            "only --data (if the same text has moved), --device, --threads and --eval-every may differ, and "
-            "--checkpoint-every is to be given again."
+            "only --data (if the same text has moved), --device, --threads and --eval-every may differ; --parallel "
+            "and --checkpoint-every are to be given again."
         ),
     ] = None,
 ) -> int:
@@ -168,10 +178,9 @@ def train(
         "device": device,
         "dtype": dtype,
         "threads": threads,
+        "parallel": parallel,
     }
-    if resume is not None:
-        return train_command.resume(given, path=resume, checkpoint_every=checkpoint_every)
-    return train_command.start(given, out=out, name=name, checkpoint_every=checkpoint_every)
+    return train_command.run(given, out=out, name=name, resumed=resume, checkpoint_every=checkpoint_every)
 
 
 for command in state_commands.COMMANDS:

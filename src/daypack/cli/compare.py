@@ -17,6 +17,7 @@ from daypack.reports.verdict import caveat, headline
 from daypack.training import Corpus, Record, RunResult, TrainConfig, compare, grid, load_corpus, summarise
 from daypack.training.config import with_threads
 from daypack.training.environment import versions
+from daypack.training.parallel import only_first, processes
 
 
 def command_line() -> str:
@@ -30,7 +31,15 @@ def provenance(name: str, corpus: Corpus, threads: int | None) -> Provenance:
 
 
 def run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
-    """Compare, print, and write the report; returns the exit code."""
+    """Compare, print, and write the report; returns the exit code. Of several ranks the first one prints and writes."""
+    with (
+        processes(given.get("parallel") or "none", given.get("device") or "cpu") as ranks,
+        only_first(ranks, out) as out,
+    ):
+        return _run(given, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
+
+
+def _run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
     folder = run_folder(out, name)
     require_free(folder, "compare")
     base = with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))

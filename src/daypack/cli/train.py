@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 from daypack.cli.compare import provenance
@@ -24,10 +25,23 @@ from daypack.training import Job, Record, TrainConfig, summarise
 from daypack.training import checkpoint as checkpoints
 from daypack.training.config import with_threads
 from daypack.training.loop import finish, thread_count
+from daypack.training.parallel import only_first, processes
 
 CHECKPOINT = "checkpoint.pt"
 # What may differ from the checkpoint: where and how long something runs, not what is computed.
-MAY_DIFFER = ("data", "device", "threads", "eval_every")
+MAY_DIFFER = ("data", "device", "threads", "eval_every", "parallel")
+
+
+def run(given: Mapping[str, Any], *, out: Path, name: str | None, resumed: Path | None, checkpoint_every: int) -> int:
+    """Begin a run, or go on with one; returns the exit code. Of several ranks the first one prints and writes."""
+    given = {**given, "parallel": given.get("parallel") or "none"}
+    with processes(given["parallel"], given.get("device") or "cpu") as ranks:
+        if resumed is None:
+            with only_first(ranks, out) as out:
+                return start(given, out=out, name=name, checkpoint_every=checkpoint_every)
+        path = resumed / CHECKPOINT if resumed.is_dir() else resumed
+        with only_first(ranks, path.parent) as folder:
+            return resume(given, path=path, folder=folder, checkpoint_every=checkpoint_every)
 
 
 def start(given: Mapping[str, Any], *, out: Path, name: str | None, checkpoint_every: int) -> int:
@@ -45,12 +59,11 @@ def start(given: Mapping[str, Any], *, out: Path, name: str | None, checkpoint_e
         return _go_on(job, folder / CHECKPOINT, [], checkpoint_every)
 
 
-def resume(given: Mapping[str, Any], *, path: Path, checkpoint_every: int) -> int:
-    """Go on with a run in its own folder; returns the exit code."""
+def resume(given: Mapping[str, Any], *, path: Path, folder: Path, checkpoint_every: int) -> int:
+    """Go on with the run in ``path``, writing to ``folder``; returns the exit code."""
     _require_positive(checkpoint_every)
-    path = path / CHECKPOINT if path.is_dir() else path
     checkpoint = checkpoints.load_checkpoint(path)
-    require_resumable(path.parent)
+    require_resumable(folder)
     config = _merge(checkpoint, given)
     with thread_count(config.threads), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
@@ -58,8 +71,8 @@ def resume(given: Mapping[str, Any], *, path: Path, checkpoint_every: int) -> in
     for warning in caught:
         print(f"daypack: warning: {warning.message}", file=sys.stderr)
     with thread_count(config.threads):
-        records = rewind_records(path.parent, job.step)
-        return _go_on(job, path, records, checkpoint_every)
+        records = rewind_records(folder, job.step)
+        return _go_on(job, folder / path.name, records, checkpoint_every)
 
 
 def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
@@ -86,7 +99,7 @@ def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -
         console.print(f"{path}: going on after step {job.step} of {config.steps}", soft_wrap=True)
     saved = job.step if job.step else None
     with StopRequest() as stop, RecordWriter(folder) as writer, Display(console, config.steps, job.step) as display:
-        while job.step < config.steps and stop.signal is None:
+        while job.step < config.steps and not job.ranks.any(stop.signal is not None):
             record = job.advance()
             records.append(record)
             writer.write(config, record)
@@ -98,11 +111,11 @@ def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -
         writer.flush()
         if saved != job.step:
             checkpoints.save_checkpoint(path, job)
-    if job.step < config.steps and stop.signal is not None:
+    if job.step < config.steps:
         console.print(
             f"stopped and saved after step {job.step}; go on with: daypack train --resume {folder}", soft_wrap=True
         )
-        return 128 + stop.signal
+        return 128 + (stop.signal or SIGTERM)
     if not records:
         console.print(f"{path} is at its last step, {job.step}; nothing left to do", soft_wrap=True)
         return 0

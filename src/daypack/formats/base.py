@@ -217,7 +217,10 @@ class StateFormat:
         return 1
 
     def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
-        """The moment under ``chunk``, ``[b, r, c]``, fp32 (fp64 for fp64 parameters). May alias the state."""
+        """The moment under ``chunk``, ``[b, r, c]``, fp32 (fp64 for fp64 parameters). May alias the state.
+
+        A statistic that is the same along a dim may be of size 1 there.
+        """
         raise NotImplementedError
 
     def decoder(self, state: State, name: str, view: Geometry) -> Callable[[Chunk], Tensor]:

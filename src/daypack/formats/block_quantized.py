@@ -1,4 +1,4 @@
-"""A first moment stored as 8-bit codes: one scale per block of a row, one learned codebook for the whole optimizer."""
+"""A moment stored as 8-bit codes: one scale per block of a row, and a codebook that is learned or known beforehand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from daypack.calibration import maps
 from daypack.calibration.codebook import GRID, LEVELS, MIN_GAP
 from daypack.formats.base import (
     Chunk,
@@ -15,6 +16,7 @@ from daypack.formats.base import (
     Geometry,
     State,
     StateFormat,
+    accumulator,
     block_count,
     blocked,
     read,
@@ -27,20 +29,29 @@ DITHER_INDEX, DITHER_STEP = 0xC13FA9A9, 0x91E10DA5
 
 @dataclass(frozen=True)
 class BlockQuantized(StateFormat):
-    """1 byte per element and 2 bytes per block: ``value = codebook[code] * scale``.
+    """1 byte per element and 2 bytes (4 with a fixed map) per block: ``value = codebook[code] * scale``.
 
-    The scale is the block's absmax, in bf16 rounded up (fp64, not rounded, for fp64 parameters), so that a normalised
-    element never leaves [-1, 1]. A codebook of zeros means that nothing was learned yet; it decodes to zero.
+    The scale is the block's absmax. Beside a learned codebook it is in bf16 rounded up, so that a normalised element
+    never leaves [-1, 1]; beside a fixed map in fp32, as published; for fp64 parameters in fp64.
+    A learned codebook of zeros means that nothing was learned yet; it decodes to zero. Fixed maps store no codebook; an
+    unsigned one, which holds a second moment, never stores 0 for a value that is not 0, because m is divided by it.
 
     Attributes:
         block_size: elements per scale; the last block of a row may be shorter and no block crosses a row.
         rounding: ``"dithered"`` rounds to one of the two neighbouring levels with a threshold that runs evenly through
             [0, 1) over elements and over steps: unbiased, without any random state, and the same on every rank.
             ``"nearest"`` has half the squared error of one step, but a steady value errs the same way at every step.
+            Fixed maps are rounded to nearest.
+        codebook: ``"learned"``, or the name of one of `daypack.calibration.maps.MAPS`.
     """
 
     block_size: int = 256
     rounding: Literal["dithered", "nearest"] = "dithered"
+    codebook: str = "learned"
+
+    def __post_init__(self) -> None:
+        if self.codebook != "learned" and self.rounding != "nearest":
+            raise ValueError(f"rounding must be 'nearest' with the fixed map {self.codebook!r}, got {self.rounding!r}")
 
     def _block(self, view: Geometry) -> int:
         return max(1, min(self.block_size, view.cols))
@@ -49,12 +60,20 @@ class BlockQuantized(StateFormat):
         return self._block(view)
 
     def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
-        scale = torch.float64 if dtype == torch.float64 else torch.bfloat16
-        return (
+        learned = self.codebook == "learned"
+        scale = torch.bfloat16 if learned and dtype != torch.float64 else accumulator(dtype)
+        stored = (
             ComponentSpec("_codes", view.shape, torch.uint8),
             ComponentSpec("_scale", (*view.row_shape, block_count(view.cols, self._block(view))), scale),
-            ComponentSpec("_codebook", (LEVELS,), torch.float32, follows=False),
         )
+        book = ComponentSpec("_codebook", (LEVELS,), torch.float32, follows=False)
+        return (*stored, book) if learned else stored
+
+    def _levels(self, state: State, name: str, like: Tensor) -> Tensor:
+        """The 256 levels, on the device of ``like`` and in its dtype."""
+        if self.codebook == "learned":
+            return state[name + "_codebook"].to(like.dtype)  # type: ignore[no-any-return]
+        return maps.levels(self.codebook, like.device, like.dtype)
 
     def _scale(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
         """The scales of the blocks under ``chunk``, a view ``[b, r, blocks]``."""
@@ -67,10 +86,10 @@ class BlockQuantized(StateFormat):
     def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
         codes = read(state[name + "_codes"], view, chunk)
         scale = self._scale(state, name, view, chunk)
-        real = torch.float64 if scale.dtype == torch.float64 else torch.float32
-        levels = state[name + "_codebook"].to(real)
+        scale = scale.to(torch.float64 if scale.dtype == torch.float64 else torch.float32)
+        levels = self._levels(state, name, scale)
         value: Tensor = levels.index_select(0, codes.reshape(-1).int()).view(codes.shape)
-        each = scale.to(real).repeat_interleave(self._block(view), dim=-1)[..., : codes.shape[-1]]
+        each = scale.repeat_interleave(self._block(view), dim=-1)[..., : codes.shape[-1]]
         return value.mul_(each)
 
     def encode_(self, state: State, name: str, view: Geometry, chunk: Chunk, value: Tensor, step: int) -> None:
@@ -80,21 +99,26 @@ class BlockQuantized(StateFormat):
         stored.copy_(round_up_to_bfloat16(absmax) if stored.dtype == torch.bfloat16 else absmax)
         scale = stored.to(value.dtype)[..., None]
         unit = torch.where(scale > 0, parts / scale, 0).flatten(-2)[..., : value.shape[-1]].reshape(-1)
-        levels = state[name + "_codebook"].to(value.dtype)
-        if self.rounding == "nearest":
-            codes = _nearest(unit, levels)
+        if self.codebook != "learned":
+            codes = maps.nearest(unit, self.codebook)
+            if maps.is_unsigned(self.codebook):
+                codes = torch.maximum(codes, (value > 0).reshape(-1))
+        elif self.rounding == "nearest":
+            codes = _nearest(unit, self._levels(state, name, unit))
         else:
-            codes = _dithered(unit, levels, dither(view, chunk, step, unit))
+            codes = _dithered(unit, self._levels(state, name, unit), dither(view, chunk, step, unit))
         write_(state[name + "_codes"], view, chunk, codes.view(value.shape))
 
     def learned(self, state: State, name: str) -> Tensor | None:
-        codebook: Tensor = state[name + "_codebook"]
-        return codebook
+        return state[name + "_codebook"] if self.codebook == "learned" else None
 
     def fault(self, state: State, name: str, view: Geometry) -> str | None:
-        scale, levels = state[name + "_scale"], state[name + "_codebook"]
+        scale = state[name + "_scale"]
         if not (scale.isfinite() & (scale >= 0)).all():
             return f"{name}_scale holds a value that is negative or not finite"
+        if self.codebook != "learned":
+            return None
+        levels = state[name + "_codebook"]
         learned = bool(levels.any())
         if learned and not (
             levels[0] == -1

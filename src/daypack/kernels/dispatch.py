@@ -102,25 +102,25 @@ class Work:
         self._apply_rest(finite, None)
         return finite
 
-    def apply(self, admitted: NDArray[np.bool_], add_up: AddUp | None = None) -> None:
+    def apply(self, admitted: NDArray[np.bool_], last: bool = True, add_up: AddUp | None = None) -> None:
         """Second pass over the updates marked by ``admitted``: steps, moments, rule, decay and parameters.
 
         Args:
+            last: no other updates of this step will follow.
             add_up: makes sums over all ranks of what rules measure of each update, if parts of them are elsewhere.
         """
         if self._batch is not None:
-            self._batch.apply(admitted[self._native])
+            self._batch.apply(admitted[self._native], last)
         self._apply_rest(admitted, add_up)
 
     def _apply_rest(self, admitted: NDArray[np.bool_], add_up: AddUp | None) -> None:
         stepped = [self.updates[i] for i in self._rest if admitted[i]]
         for update in stepped:
             reference.combine(update)
-        measured = [update for update in stepped if reference.measures(update)]
-        squares = {id(update): reference.measure(update) for update in measured}
+        squares = {id(update): reference.measure(update) for update in stepped if reference.measures(update)}
         squares = add_up(squares) if add_up else squares
         for update in stepped:
-            reference.apply(update, reference.factor_of(update, squares[id(update)]) if id(update) in squares else 1.0)
+            reference.apply(update, squares.get(id(update)))
 
     def shared_sums(self) -> list[Tensor]:
         """Per update the statistics that belong to all ranks, to be added up in place between the passes; 1-D."""
@@ -137,7 +137,7 @@ def _choose(update: Update) -> Kernel:
     fused = {"native": True, "reference": False}.get(_forced.get() or "", update.group["fused"])
     if fused is False:
         return "reference"
-    refused = native.refusal(update)
+    refused = "no native kernel steps through a projection" if update.plan.projection else native.refusal(update)
     if refused and fused:
         raise ValueError(
             f"fused=True, but {refused} (parameter {update.name}); use fused=None (the fastest available) or "

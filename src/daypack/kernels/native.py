@@ -228,12 +228,15 @@ class Batch:
         _library().daypack_observe(*self._params(), torch.get_num_threads(), _at(self.totals))
         return self.totals
 
-    def apply(self, active: NDArray[np.bool_]) -> None:
-        """Second pass over the parameters that ``active`` marks. Counts their steps."""
+    def apply(self, active: NDArray[np.bool_], last: bool = True) -> None:
+        """Second pass over the parameters that ``active`` marks. Counts their steps. ``last``: no more will follow."""
+        sums = self.sums
         options, flags = self._options(), active.astype(np.uint8)
         marks = None if active.all() else _at(flags)
         bad = _library().daypack_apply(*self._params(), _at(options), marks, torch.get_num_threads())
         self._done(bad, active)
+        if not last:
+            self.sums = sums  # the others' statistics are still wanted
 
     def step(self) -> NDArray[np.bool_]:
         """Both passes at once, over all gradients that are finite; which ones are."""

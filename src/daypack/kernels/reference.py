@@ -12,8 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from daypack.formats.base import Chunk, accumulator, chunks, read, write_
-from daypack.update import Elements, Hyper, Update
+from daypack.formats.base import Chunk, accumulator, chunks, geometry, read, write_
+from daypack.projection import Projection, stepped
+from daypack.update import Elements, Hyper, Norms, Update
 
 
 def _gradient(update: Update, chunk: Chunk, hyper: Hyper) -> Tensor:
@@ -40,8 +41,9 @@ def is_zero(update: Update) -> bool:
     """Whether every element of the gradient is zero, here or, where the ranks have told each other, on all of them."""
     if update.zero is not None:
         return update.zero
+    view = geometry(tuple(update.grad.shape))
     # Chunk by chunk, because any() of the whole would allocate a byte for each of its elements.
-    return not any(bool(read(update.grad, update.view, chunk).any()) for chunk in chunks(update.view))
+    return not any(bool(read(update.grad, view, chunk).any()) for chunk in chunks(view))
 
 
 def observe(update: Update) -> Tensor:
@@ -50,6 +52,9 @@ def observe(update: Update) -> Tensor:
     Returns:
         The sum of g^2, 0-dim. It is not finite if the gradient is not, or if a statistic of g^2 would overflow.
     """
+    if update.plan.projection:
+        # The projected gradient is no longer than the gradient. Its own statistics are taken when it is stepped.
+        return update.plan.projection.squared(update.grad)
     form, hyper = update.plan.exp_avg_sq, _hyper(update, update.steps + 1)
     total = torch.zeros((), dtype=accumulator(update.param.dtype), device=update.param.device)
     update.sums = form.sums(update.state, "exp_avg_sq", update.view, like=total) if form else ()
@@ -63,25 +68,34 @@ def observe(update: Update) -> Tensor:
 
 def combine(update: Update) -> None:
     """Between the passes: count the step, and bring the second moment's statistics up to date."""
+    if update.plan.projection:
+        return  # its stand-in does both
     update.state["step"] += 1
     form = update.plan.exp_avg_sq
     if form and form.statistics:
         form.combine(update.state, "exp_avg_sq", update.view, update.sums, _hyper(update, update.steps).beta2)
 
 
-def apply(update: Update, factor: float = 1.0) -> None:
+def apply(update: Update, squares: Tensor | None = None) -> None:
     """Second pass: moments, the rule, decoupled decay and one rounding of the parameter.
 
     Args:
-        factor: the whole tensor's, from `measure`, where the rule has one.
+        squares: of the whole tensor, from `measure`, where the rule `measures`.
     """
     plan, state, view = update.plan, update.state, update.view
+    if plan.projection:
+        _apply_projected(update, plan.projection)
+        return
     hyper = _hyper(update, update.steps)
     m_form, v_form = plan.exp_avg, plan.exp_avg_sq
     elements = _reader(update, hyper)
+    norms = None
+    if squares is not None:
+        param, measured = squares.sqrt().tolist()
+        norms = Norms(param, measured, prod(view.whole))
     for chunk in _chunks(update):
         x = elements(chunk)
-        direction, m = plan.rule.direction(x, hyper, factor)
+        direction, m = plan.rule.direction(x, hyper, norms)
         write_(update.param, view, chunk, (x.p * (1 - hyper.shrink)).sub_(direction, alpha=hyper.lr))
         # The update reads fresh moments; the stored ones, rounded, only matter to the next step.
         if v_form and not v_form.statistics:
@@ -107,23 +121,31 @@ def _reader(update: Update, hyper: Hyper) -> Callable[[Chunk], Elements]:
 
 
 def measures(update: Update) -> bool:
-    """Whether the rule scales whole tensors, so that `measure` has to come before `apply`."""
-    return update.plan.rule.measured is not None
+    """Whether the rule needs norms over whole tensors, so that `measure` has to come before `apply`."""
+    return update.plan.rule.measured is not None and update.plan.projection is None
 
 
 def measure(update: Update) -> Tensor:
     """Squares of the parameter and of what the rule measures, added up here: fp64 ``[2]``. A pass of its own."""
-    rule, hyper = update.plan.rule, _hyper(update, update.steps)
+    measured, hyper = update.plan.rule.measured, _hyper(update, update.steps)
     squares = torch.zeros(2, dtype=torch.float64, device=update.param.device)
     elements = _reader(update, hyper)
-    for chunk in _chunks(update) if rule.measured else ():
+    for chunk in _chunks(update):
         x = elements(chunk)
-        for i, tensor in enumerate((x.p, rule.measured(x, hyper) if rule.measured else x.p)):
-            squares[i] += tensor.square().sum(dtype=torch.float64)
+        squares[0] += x.p.square().sum(dtype=torch.float64)
+        if measured is not None:
+            squares[1] += measured(x, hyper).square().sum(dtype=torch.float64)
     return squares
 
 
-def factor_of(update: Update, squares: Tensor) -> float:
-    """The factor of a whole tensor from the `measure` of all its parts."""
-    rule, (param, measured) = update.plan.rule, squares.sqrt().tolist()
-    return rule.factor(param, measured, prod(update.view.whole), _hyper(update, update.steps)) if rule.factor else 1.0
+def _apply_projected(update: Update, projection: Projection) -> None:
+    """Step a low-rank stand-in of the parameter, and bring where it went back to the parameter."""
+    # An all-zero gradient has no directions to offer, and does not use the basis up.
+    served = not is_zero(update)
+    low = stepped(update) if served else projection.stand_in(update)
+    observe(low)
+    combine(low)
+    apply(low, measure(low) if measures(low) else None)
+    projection.write_back_(update, low.param)
+    if served:
+        update.state["basis_left"].sub_(1).clamp_(min=0)

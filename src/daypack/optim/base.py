@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack import sharding
-from daypack.formats.base import State, geometry
+from daypack.formats.base import State
 from daypack.kernels import dispatch, reference
 from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
 from daypack.optim.calibrate import Calibration
 from daypack.optim.exchange import Exchange
 from daypack.optim.options import Group, check_gradient, check_param, param_name
+from daypack.placement.schedule import Placements
 from daypack.update import ParamPlan, Update
 
 #: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
@@ -34,11 +35,14 @@ class CompressedOptimizer(Optimizer):
     training needs stands in ``state`` and ``param_groups`` and is saved by `state_dict`.
 
     Attributes:
+        partition_caveat: what this optimizer does otherwise with a flat piece of other parameters (ZeRO, FSDP1), where
+            it needs whole ones; None where it treats every element alike.
         structural: options that decide how state is stored; with a loaded checkpoint they come from it.
         skipped: how often each parameter was passed over because its gradient was not finite, in this process.
     """
 
     structural: tuple[str, ...] = ()
+    partition_caveat: str | None = None
     skipped: Counter[str]
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
@@ -48,6 +52,19 @@ class CompressedOptimizer(Optimizer):
             name: the parameter's name where it has one, for optimizers that know rules for names.
         """
         raise NotImplementedError
+
+    def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """How a flat piece of many parameters (ZeRO's) is stored and stepped; as a vector, if not otherwise."""
+        return self.plan(shape, dtype, group, name)
+
+    def plan_of(self, param: Tensor, group: Group, name: str) -> ParamPlan:
+        """`plan` of a parameter, or `plan_partition`."""
+        plan = self.plan_partition if sharding.is_bare_partition(param) else self.plan
+        return plan(param.shape, param.dtype, group, name)
+
+    def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
+        """What to tell the user about a parameter whose state is about to be created; None: nothing is unexpected."""
+        return self.partition_caveat if sharding.is_flat_partition(param) else None
 
     def check_options(self, group: Group, where: str) -> None:
         """Raise ValueError if an option in ``group`` cannot be used; ``where`` says whose options they are."""
@@ -69,13 +86,15 @@ class CompressedOptimizer(Optimizer):
         self._work: Work | None = None
         self._work_key: tuple[Any, ...] = ()
         self._idle_steps = 0
+        self._placements = Placements()
 
     # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked whole first, so that a refused group leaves the optimizer as it was."""
         where = f"parameter group {len(self.param_groups)}"
-        self.check_options({**self.defaults, **param_group}, where)
+        options = {**self.defaults, **param_group}
+        self.check_options(options, where)
         params = param_group["params"]
         if not isinstance(params, (Tensor, set)):  # torch wraps the one and refuses the other
             params = param_group["params"] = list(params)
@@ -83,7 +102,10 @@ class CompressedOptimizer(Optimizer):
                 name, p = entry if isinstance(entry, tuple) else (f"{i} of {where}", entry)
                 if isinstance(p, Tensor):
                     check_param(p, str(name))
+                    self.plan(p.shape, p.dtype, options, str(name))
         super().add_param_group(param_group)
+        # Saved with the group: state that has the same layout under another rule is not taken for this one's.
+        param_group["rule"] = self.plan(torch.Size((0,)), torch.float32, param_group, "").rule.name
 
     def _params(self) -> Iterator[tuple[Group, str, Tensor]]:
         """Group, name and tensor of every parameter. Read anew at each step: wrappers replace what groups hold."""
@@ -112,24 +134,28 @@ class CompressedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        away = self._placements.away(self.param_groups)
         members = self._sharded()
         if members:
-            self._step_together(Exchange(members))
+            self._step_together(Exchange(members, away))
             return loss
         work = self._collect()
-        if work.settled and not self._decides_between_passes():
+        if work.settled and not away and not self._decides_between_passes():
             self._admit(work.updates, work.step())
             return loss
         admitted = self._admit(work.updates, np.isfinite(work.observe()))
         if not work.settled and self._settle(work, admitted):
             work.observe()
-        work.apply(admitted)
+        if away:
+            self._placements.apply(work, admitted)
+        else:
+            work.apply(admitted)
         return loss
 
     def _sharded(self) -> list[tuple[Tensor, ParamPlan]]:
         """Trainable parameters of which every rank holds a part."""
         return [
-            (p, self.plan(p.shape, p.dtype, group, name))
+            (p, self.plan_of(p, group, name))
             for group, name, p in self._params()
             if sharding.groups_of(p) and (p.requires_grad or p.grad is not None)
         ]
@@ -151,7 +177,10 @@ class CompressedOptimizer(Optimizer):
         admitted = self._admit(work.updates, np.isfinite(totals), present)
         if self._settle(work, admitted):
             observe()
-        work.apply(admitted, lambda squares: exchange.second(squares, work.updates))
+        if self._placements.away(self.param_groups):
+            self._placements.apply(work, admitted)
+        else:
+            work.apply(admitted, add_up=lambda squares: exchange.second(squares, work.updates))
 
     def _unsure(self, update: Update) -> bool:
         """Whether it matters that the update's gradient may be all zeros."""
@@ -183,7 +212,10 @@ class CompressedOptimizer(Optimizer):
     def _key(self) -> tuple[Any, ...]:
         """What the layout of the work depends on, beside the tensors' own: parameters, states, options."""
         params = [p for group in self.param_groups for p in group["params"]]
-        options = [[group[name] for name in ("fused", *self.structural)] for group in self.param_groups]
+        options = [
+            [group.get(name) for name in ("fused", "placement", "spill_dir", *self.structural)]
+            for group in self.param_groups
+        ]
         sizes = [len(group["params"]) for group in self.param_groups]
         return (
             list(map(id, params)),
@@ -204,20 +236,16 @@ class CompressedOptimizer(Optimizer):
                 continue
             if p.grad is not None:
                 check_gradient(p, p.grad, name)
-            plan, view = self.plan(p.shape, p.dtype, group, name), sharding.local_geometry(p)
-            state = self._state_of(p, plan)
+            plan = self.plan_of(p, group, name)
+            state, view = saved.part_of(p, plan, self.state.get(p, {})), sharding.local_view(p, plan)
             if state:
                 saved.check_layout(self, name, p, plan, state)
             for moment, form in plan.moments if state else ():
                 form.load_(state, moment, view)  # some wrappers put saved state here themselves
+            self._placements.of(group, p.device).adopt_(state)
             part = sharding.to_local_gradient(p) if sharding.is_distributed(p) else None
             updates.append(Update(name, sharding.to_local(p), group, state, plan, view, whole=p, part=part))
         return updates
-
-    def _state_of(self, p: Tensor, plan: ParamPlan) -> dict[str, Any]:
-        """This rank's part of the state of a parameter; empty if it has none."""
-        state = self.state.get(p, {})
-        return sharding.LocalState(p, state, saved.specs_of(p, plan)) if state and sharding.is_distributed(p) else state
 
     def _warn_if_idle(self, updates: list[Update]) -> None:
         """Say once that no parameter ever had a gradient: the optimizer may hold tensors that nothing trains."""
@@ -263,15 +291,21 @@ class CompressedOptimizer(Optimizer):
 
         `torch.distributed.checkpoint` needs it before it can load into a fresh optimizer.
         """
+        caveats: dict[str, list[str]] = defaultdict(list)
         for group, name, p in self._params():
             if (p.requires_grad or p.grad is not None) and p not in self.state:
-                view, part = geometry(tuple(p.shape)), sharding.local_geometry(p)
+                caveats[self.caveat(p, group, name) or ""].append(name)
+                plan = self.plan_of(p, group, name)
+                whole, here = plan.view(p.shape), sharding.local_view(p, plan)
                 state: State = self.state[p]
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for moment, form in self.plan(p.shape, p.dtype, group, name).moments:
-                    for spec, here in zip(form.components(view, p.dtype), form.components(part, p.dtype), strict=True):
-                        zeros = torch.zeros(here.shape, dtype=spec.dtype, device=spec.device(p.device))
+                for moment, form in plan.moments:
+                    for spec, part in zip(form.components(whole, p.dtype), form.components(here, p.dtype), strict=True):
+                        zeros = self._placements.create(part, group, p.device)
                         state[moment + spec.suffix] = sharding.wrap(p, zeros, spec)
+        for caveat, names in caveats.items():
+            if caveat:
+                warnings.warn(f"{type(self).__name__} {caveat}: {', '.join(names)}", stacklevel=3)
 
     def _settle(self, work: Work, admitted: NDArray[np.bool_]) -> bool:
         """What first steps need: state, and what is learned from gradients.
@@ -281,9 +315,11 @@ class CompressedOptimizer(Optimizer):
         """
         self.materialize_state()
         for update in work.updates:
-            update.state = self._state_of(update.whole, update.plan)
-        stepped = [update for update, on in zip(work.updates, admitted.tolist(), strict=True) if on]
-        changed = self._calibration.run(stepped, (self.state.get(p, {}) for _, _, p in self._params()))
+            update.state = saved.part_of(update.whole, update.plan, self.state[update.whole])
+        fresh = [update for update, on in zip(work.updates, admitted.tolist(), strict=True) if on]
+        changed = self._calibration.run(fresh, (self.state.get(p, {}) for _, _, p in self._params()))
+        for update in fresh if changed else ():
+            self._placements.of(update.group, update.param.device).adopt_(update.state)
         work.attach()
         self._work_key = self._key()  # with the states just created
         work.settled = all(map(self._calibration.is_done, work.updates))
@@ -298,6 +334,7 @@ class CompressedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; shapes follow from the parameters' shapes, and ``torch.load(weights_only=True)`` reads it."""
+        self._placements.wait()
         live = self.state
         reachable = [p for _, _, p in self._params() if p in live]
         # Entries of tensors that a wrapper took out of the groups cannot be named, and torch would fail on them.
@@ -308,12 +345,8 @@ class CompressedOptimizer(Optimizer):
             self.state = live
         keys = [key for group in packed["param_groups"] for key in group["params"]]
         for key, (group, name, p) in zip(keys, self._params(), strict=True):
-            plan = self.plan(p.shape, p.dtype, group, name)
-            for moment, form in plan.moments if p in live else ():
-                changed = form.save(self._state_of(p, plan), moment, sharding.local_geometry(p))
-                specs = saved.specs_of(p, plan)
-                whole = {name: sharding.wrap(p, value, specs[name]) for name, value in changed.items()}
-                packed["state"][key] = {**packed["state"][key], **whole}
+            if p in live:
+                packed["state"][key] |= saved.shown(p, self.plan_of(p, group, name), live[p])
         return packed
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -336,34 +369,23 @@ class CompressedOptimizer(Optimizer):
         finally:
             hook.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._placements.wait()
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Publish loaded or unpickled state: unwrap and place its tensors, and bring them into their live shape."""
+        if "_placements" in self.__dict__:
+            self._placements.wait()
         self._reset()
         for g, group in enumerate(state["param_groups"]):
             for i, p in enumerate(group["params"]):
                 entry = state["state"].get(p)
                 if not entry:
                     continue
-                for key, value in entry.items():
-                    if isinstance(value, saved.Keep):
-                        entry[key] = value.copy(p)
-                plan = self.plan(p.shape, p.dtype, group, param_name(group, g, i))
-                part = sharding.LocalState(p, entry, saved.specs_of(p, plan)) if sharding.is_distributed(p) else entry
-                for moment, form in plan.moments:
-                    form.load_(part, moment, sharding.local_geometry(p))
+                part = saved.unpack_(p, self.plan_of(p, group, param_name(group, g, i)), entry)
+                self._placements.of(group, p.device).adopt_(part)
         self.__dict__.setdefault("skipped", Counter())
+        defaults = dict(state.get("defaults") or self.defaults)
         super().__setstate__(state)
-
-
-def materialize_state(optimizer: Optimizer) -> None:
-    """`CompressedOptimizer.materialize_state`, refused with the remedy for optimizers of torch's own.
-
-    Raises:
-        ValueError: ``optimizer`` is not one of daypack's.
-    """
-    if not isinstance(optimizer, CompressedOptimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} creates its state only in step(); for one of torch's own optimizers use "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
-        )
-    optimizer.materialize_state()
+        self.defaults = defaults  # torch adds an option that a constructor may not have

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from daypack.formats.base import StateFormat
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.kernels import dispatch, reference
 from daypack.optim.exchange import total
+from daypack.projection import stepped
 from daypack.update import Update
 
 
@@ -40,20 +40,24 @@ class Calibration:
             for moment, form in update.plan.moments
             if not self._holds(form.learned(update.state, moment)) and not reference.is_zero(update)
         ]
-        self._learn_codebook([each for each in fresh if isinstance(each[2], BlockQuantized)], states)
+        self._learn_codebook(
+            [(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockQuantized)], states
+        )
         resized = [(update, moment, form) for update, moment, form in fresh if isinstance(form, BlockMean)]
         for update, moment, form in resized:
-            form.resize_(update.state, moment, update.view, dispatch.find_block_size(update))
+            form.resize_(update.state, moment, update.view, dispatch.find_block_size(stepped(update)))
         return bool(resized)
 
     def _learn_codebook(
-        self, coded: list[tuple[Update, str, StateFormat]], states: Iterable[dict[str, Tensor]]
+        self, coded: list[tuple[Update, str, BlockQuantized]], states: Iterable[dict[str, Tensor]]
     ) -> None:
         if not coded:
             return
         levels = next((v for s in states for key, v in s.items() if key.endswith("_codebook") and v.any()), None)
         if levels is None:
-            counts = total([(u.whole, dispatch.histogram(u, getattr(form, "block_size", 1))) for u, _, form in coded])
+            counts = total(
+                [(u.whole, dispatch.histogram(stepped(u), getattr(form, "block_size", 1))) for u, _, form in coded]
+            )
             levels = dispatch.learn(counts, getattr(coded[0][2], "block_size", 1))
         for update, moment, _ in coded:
             update.state[moment + "_codebook"].copy_(levels)

@@ -29,17 +29,26 @@ class Exchange:
 
     Args:
         members: each sharded parameter with its plan.
+        away: whether state is brought in piece by piece.
+
+    Raises:
+        ValueError: a rule needs norms of whole parameters, which pieces cannot give.
     """
 
-    def __init__(self, members: Sequence[tuple[Tensor, ParamPlan]]) -> None:
+    def __init__(self, members: Sequence[tuple[Tensor, ParamPlan]], away: bool = False) -> None:
         self._params = [p for p, _ in members]
         groups = [sharding.groups_of(p) for p in self._params]
         sizes = []
         for p, plan in members:
             form = plan.exp_avg_sq
-            sizes.append(_FLAGS + (form.shared(sharding.local_geometry(p)) if form else 0))
+            sizes.append(_FLAGS + (form.shared(sharding.local_view(p, plan)) if form else 0))
         self._first = sharding.Buffer(groups, sizes)
         measured = [i for i, (_, plan) in enumerate(members) if plan.rule.measured]
+        if measured and away:
+            raise ValueError(
+                f"{members[measured[0]][1].rule.name} needs norms of whole parameters, which paged state of sharded "
+                "parameters cannot give yet; use placement='resident'"
+            )
         self._measured = [self._params[i] for i in measured]
         self._second = sharding.Buffer([groups[i] for i in measured], [2] * len(measured))
 

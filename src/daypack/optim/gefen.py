@@ -51,6 +51,9 @@ class Gefen(CompressedOptimizer):
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it (it stays as it is, warned of
             once, counted in ``skipped``) or ``"raise"`` before anything changes.
         bits: bits per element of the first moment; 8.
+        placement: ``"paged"`` keeps state outside the device's memory and brings it in for each parameter's turn: from
+            memory-mapped files for parameters on a CPU (POSIX only), from pinned host memory on CUDA; docs/memory.md.
+        spill_dir: directory of the memory-mapped files; None for the system's temporary directory.
 
     Raises:
         ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
@@ -61,6 +64,7 @@ class Gefen(CompressedOptimizer):
     """
 
     structural = ("second_moment", "block_size", "bits")
+    partition_caveat = "does not know the rows of a flat partition: ZeRO's gets flat blocks, FSDP1's AdamW's moments"
 
     def __init__(
         self,
@@ -80,6 +84,8 @@ class Gefen(CompressedOptimizer):
         block_size: int = 256,
         nonfinite: Literal["skip", "raise"] = "skip",
         bits: int = 8,
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
@@ -87,12 +93,15 @@ class Gefen(CompressedOptimizer):
         check_adamw(group, where)
         check_choice(group, "second_moment", tuple(SECOND_MOMENTS), where)
         check_positive(group, "block_size", where)
-        check_choice(group, "nonfinite", ("skip", "raise"), where)
         check_choice(group, "bits", (8,), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Compressed moments from two dims on, each where it takes fewer bytes than fp32; else AdamW's own."""
         return plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
+
+    def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """Codes, and one second moment per block of the flat piece: its rows and columns are not known."""
+        return ParamPlan(ADAMW, BlockQuantized(group["block_size"]), BlockMean())
 
 
 @lru_cache(maxsize=4096)

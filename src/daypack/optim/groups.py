@@ -12,11 +12,15 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Groups for any optimizer; ``str()`` of it is a report of what was put where, and why."""
+    """Groups for any optimizer; ``str()`` of it is a report of what was put where, and why.
 
-    def __init__(self, groups: list[dict[str, Any]], reasons: dict[str, str]) -> None:
+    Attributes:
+        model: what the groups were made of, for optimizers that ask what a parameter is for (`daypack.AdamMini`).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], reasons: dict[str, str], model: nn.Module) -> None:
         super().__init__(groups)
-        self.reasons = reasons
+        self.reasons, self.model = reasons, model
 
     def __str__(self) -> str:
         lines = []
@@ -69,7 +73,7 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
         {"params": params, "weight_decay": weight_decay if decayed else 0.0, "embedding": embedding}
         for (decayed, embedding), params in members.items()
     ]
-    return ParamGroups(groups, reasons)
+    return ParamGroups(groups, reasons, model)
 
 
 def _decay(module: nn.Module, key: str, p: Tensor) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daypack.placement.schedule import PLACEMENTS
 from daypack.sharding import refusal
 
 Group = dict[str, Any]
@@ -42,25 +43,57 @@ def check_adamw(group: Group, where: str) -> None:
     Raises:
         ValueError: an option is missing, is of the wrong type or out of range, or is not supported.
     """
-    for option in ("lr", "eps", "weight_decay"):
-        if number(_get(group, option, where), option, where) < 0:
+    check_common(group, where)
+    check_not_negative(group, ("eps",), where)
+    check_betas(group, where)
+
+
+def check_common(group: Group, where: str) -> None:
+    """Check what every optimizer of ours has: learning rate, decay, ``maximize``, kernel, gradients, placement.
+
+    Raises:
+        ValueError: an option is missing, is of the wrong type or out of range, or is not supported.
+    """
+    check_not_negative(group, ("lr", "weight_decay"), where)
+    check_flags(group, ("maximize", *(option for option in UNSUPPORTED if option in group)), where)
+    for option in ("foreach", "fused"):
+        value = _get(group, option, where)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{option} of {where} must be None, True or False, got {value!r}")
+    check_choice(group, "nonfinite", ("skip", "raise"), where)
+    check_choice(group, "placement", PLACEMENTS, where)
+    if not isinstance(_get(group, "spill_dir", where), (str, type(None))):
+        raise ValueError(f"spill_dir of {where} must be a path as a string, or None, got {group['spill_dir']!r}")
+
+
+def check_number(group: Group, option: str, where: str) -> float:
+    return number(_get(group, option, where), option, where)
+
+
+def check_not_negative(group: Group, options: Sequence[str], where: str) -> None:
+    for option in options:
+        if check_number(group, option, where) < 0:
             raise ValueError(f"{option} of {where} must not be negative, got {group[option]!r}")
+
+
+def check_betas(group: Group, where: str) -> None:
+    """``betas`` are two numbers in [0, 1)."""
     betas = _get(group, "betas", where)
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ValueError(f"betas of {where} must be two numbers in [0, 1), got {betas!r}")
     for beta in betas:
         if not 0 <= number(beta, "betas", where) < 1:
             raise ValueError(f"betas of {where} must lie in [0, 1), got {betas!r}")
-    for option in FLAGS:
+
+
+def check_flags(group: Group, flags: Sequence[str], where: str) -> None:
+    """``flags`` are True or False, those of `UNSUPPORTED` False."""
+    for option in flags:
         value = _get(group, option, where)
         if not isinstance(value, bool):
             raise ValueError(f"{option} of {where} must be True or False, got {value!r}")
         if value and option in UNSUPPORTED:
-            raise ValueError(f"{option}=True of {where} is not supported; leave it False or use torch.optim.AdamW")
-    for option in ("foreach", "fused"):
-        value = _get(group, option, where)
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{option} of {where} must be None, True or False, got {value!r}")
+            raise ValueError(f"{option}=True of {where} is not supported; leave it False or use torch's own optimizer")
 
 
 def check_choice(group: Group, option: str, choices: Sequence[Any], where: str) -> None:
@@ -106,6 +139,11 @@ def param_name(group: Group, group_index: int, index: int) -> str:
     if names is not None and index < len(names):
         return str(names[index])
     return f"{index} of group {group_index}"
+
+
+def plain_name(name: str) -> str:
+    """A name without what wrappers (DDP, torch.compile, FSDP) put into it."""
+    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
 
 
 def _get(group: Group, option: str, where: str) -> Any:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from daypack import sharding
-from daypack.formats.base import ComponentSpec, State, geometry
-from daypack.optim.options import Group, param_name
+from daypack.formats.base import ComponentSpec, State
+from daypack.optim.options import Group, param_name, plain_name
 from daypack.update import ParamPlan
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 #: The count of a parameter's steps; on the CPU, because Python reads it.
 STEP = ComponentSpec("step", (), torch.float32, follows=False)
+#: Options that say how moments decay: state saved with one that the live optimizer lacks means something else.
+_DECAYS = ("betas", "beta2_decay", "momentum")
+#: Options that say where state lives: the live optimizer's hold, whatever a checkpoint says.
+_LIVE = {"placement", "spill_dir"}
 
 
 class Keep:
@@ -86,8 +90,8 @@ def _match(group: Group, live: Group, index: int) -> None:
         )
     saved, current = group.get("param_names"), live.get("param_names")
     if saved is not None and current is not None:
-        keys = {_plain(name): key for name, key in zip(saved, group["params"], strict=True)}
-        wanted = [_plain(name) for name in current]
+        keys = {plain_name(name): key for name, key in zip(saved, group["params"], strict=True)}
+        wanted = [plain_name(name) for name in current]
         if set(keys) != set(wanted):
             raise ValueError(
                 f"parameter group {index} holds other parameters than the state_dict: "
@@ -103,13 +107,6 @@ def _match(group: Group, live: Group, index: int) -> None:
         )
 
 
-def _plain(name: str) -> str:
-    """A name without the prefixes that wrappers put before it."""
-    for prefix in ("module.", "_orig_mod."):
-        name = name.removeprefix(prefix)
-    return name
-
-
 def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int) -> None:
     """Back-fill options that an older version did not save, check all of them, and say when a stored form changes."""
     if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
@@ -117,9 +114,18 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
             f"{type(optimizer).__name__} decouples it (AdamW); load it into the optimizer that saved it"
         )
+    group.setdefault("rule", live.get("rule"))
+    foreign = [option for option in _DECAYS if option in group and option not in optimizer.defaults]
+    if foreign:
+        raise ValueError(
+            f"parameter group {index} (from {param_name(live, index, 0)} on) of the state_dict does not belong to "
+            f"{type(optimizer).__name__}: it has the option {foreign[0]!r}; load it into the optimizer that saved it"
+        )
     for option in optimizer.defaults:
         group.setdefault(option, live[option])
     optimizer.check_options(group, f"parameter group {index} of the state_dict")
+    for option in _LIVE & optimizer.defaults.keys():
+        group[option] = live[option]
     for option in optimizer.structural:
         if group[option] != live[option]:
             warnings.warn(
@@ -131,13 +137,44 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
 
 def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
     """State keys of a parameter (of the whole of it) as ``state_dict()`` shows them; all but ``step``."""
-    view = geometry(tuple(param.shape))
+    view = plan.view(param.shape)
     return {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
+
+
+def part_of(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of the state of a parameter; empty if it has none."""
+    return (
+        sharding.LocalState(param, state, specs_of(param, plan)) if state and sharding.is_distributed(param) else state
+    )
+
+
+def shown(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
+    """What ``state_dict()`` shows in another shape than the live state has."""
+    part, specs, view = part_of(param, plan, state), specs_of(param, plan), sharding.local_view(param, plan)
+    changed = {key: value for moment, form in plan.moments for key, value in form.save(part, moment, view).items()}
+    return {key: sharding.wrap(param, value, specs[key]) for key, value in changed.items()}
+
+
+def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
+    """Put copies in place of what `prepare` wrapped, in their live shape; this rank's part of the state."""
+    for key, value in state.items():
+        if isinstance(value, Keep):
+            state[key] = value.copy(param)
+    part = part_of(param, plan, state)
+    for moment, form in plan.moments:
+        form.load_(part, moment, sharding.local_view(param, plan))
+    return part
 
 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
-    plan, view = optimizer.plan(param.shape, param.dtype, group, name), geometry(tuple(param.shape))
+    plan = optimizer.plan_of(param, group, name)
+    view = plan.view(param.shape)
+    if group["rule"] not in (None, plan.rule.name):
+        raise ValueError(
+            f"the state of parameter {name} was saved under the rule {group['rule']!r}, {type(optimizer).__name__} "
+            f"steps by {plan.rule.name!r}; load it into the optimizer that saved it"
+        )
     specs = specs_of(param, plan)
     expected = {"step", *specs}
     for key in [key for key in specs if key in entry]:  # compared before the sets of keys: a wrong shape tells more
@@ -168,7 +205,7 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
 
 def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
     """Refuse to step state that was laid out for another dtype or other options: they cannot change once it exists."""
-    view = sharding.local_geometry(param)
+    view = sharding.local_view(param, plan)
     for moment, form in plan.moments:
         for live, saved in zip(form.components(view, param.dtype), form.saved(view, param.dtype), strict=True):
             stored = state.get(moment + live.suffix)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 
-from daypack.formats.base import geometry
-from daypack.optim.gefen import Gefen
+from daypack.optim.base import CompressedOptimizer
+from daypack.optim.registry import REGISTRY, create
 
 STEP_BYTES = 4  # one fp32 counter per parameter
 
@@ -32,24 +33,29 @@ class StateEstimate:
 
 
 def estimate_state(
-    shapes: Iterable[Sequence[int]], dtype: torch.dtype = torch.float32, **options: object
+    shapes: Iterable[Sequence[int]], dtype: torch.dtype = torch.float32, optimizer: str = "gefen", **options: object
 ) -> StateEstimate:
-    """State that `daypack.Gefen` keeps for trainable parameters of ``shapes`` (global shapes) and ``dtype``.
+    """State that an optimizer keeps for trainable parameters of ``shapes`` (global shapes) and ``dtype``.
 
-    Exact for the factored second moment. With ``second_moment="blocks"`` the block size is found from data; the
-    estimate is that of a row without structure.
+    Exact but for Gefen's ``second_moment="blocks"``, whose block size is found from data: the estimate is that of a row
+    without structure.
 
     Args:
-        options: Gefen's ``second_moment`` and ``block_size``.
+        optimizer: the name of one of daypack's own.
+        options: its options, such as Gefen's ``second_moment`` or ``bits=8`` of ``adam_mini``.
+
+    Raises:
+        ValueError: no such optimizer, or an option or a shape that cannot be.
     """
+    if not issubclass(REGISTRY.get(optimizer, CompressedOptimizer), CompressedOptimizer):
+        raise ValueError(f"{optimizer!r} is one of torch's own; estimates are made for daypack's, such as 'gefen'")
     # A throwaway optimizer over an empty tensor validates the options and holds the defaults.
-    optimizer = Gefen([torch.empty(0)], **options)  # type: ignore[arg-type]
+    planner = cast(CompressedOptimizer, create(optimizer, [torch.empty(0)], **options))
     elements = total = 0
     for shape in map(torch.Size, shapes):
         if any(size < 0 for size in shape):
             raise ValueError(f"a shape has sizes of at least 0, got {tuple(shape)}")
-        view = geometry(tuple(shape))
-        plan = optimizer.plan(shape, dtype, optimizer.param_groups[0], "")
+        plan = planner.plan(shape, dtype, planner.param_groups[0], "")
         elements += prod(shape)
-        total += STEP_BYTES + sum(spec.nbytes for _, form in plan.moments for spec in form.components(view, dtype))
+        total += STEP_BYTES + plan.nbytes(shape, dtype)
     return StateEstimate(elements, total)

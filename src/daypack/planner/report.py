@@ -11,13 +11,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack.optim.base import CompressedOptimizer
+from daypack.sharding import to_local
 
 ADAMW_BYTES = 8
 
 
 @dataclass(frozen=True)
 class ParamState:
-    """State of one parameter: bytes by component (state key), and the kernel that took its last step, if any did."""
+    """State of one parameter: bytes by component (state key), and the kernel that took its last step, if any did.
+
+    Of a sharded parameter, all of it is this rank's part.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -96,7 +100,7 @@ def state_report(optimizer: Optimizer) -> StateReport:
                 continue
             name = names[i] if names else f"group {g}, parameter {i}"
             components = {str(key): _nbytes(value, seen) for key, value in state.items()}
-            entries.append(ParamState(name, tuple(p.shape), p.dtype, components, kernels.get(p, "")))
+            entries.append(ParamState(name, tuple(to_local(p).shape), p.dtype, components, kernels.get(p, "")))
     return StateReport(tuple(entries))
 
 
@@ -104,8 +108,9 @@ def _nbytes(value: Any, seen: set[int]) -> int:
     """Bytes of a state value: a tensor's elements, 8 for a plain number."""
     if not isinstance(value, Tensor):
         return 8 if isinstance(value, (int, float)) else 0
+    value = to_local(value)
     storage = value.untyped_storage().data_ptr()
     if storage in seen and value.numel():
         return 0
     seen.add(storage)
-    return value.numel() * value.element_size()
+    return int(value.numel() * value.element_size())

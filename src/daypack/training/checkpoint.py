@@ -29,6 +29,7 @@ from daypack.training.config import TrainConfig
 from daypack.training.corpus import Corpus, load_corpus
 from daypack.training.files import write_whole
 from daypack.training.loop import Job
+from daypack.training.parallel import gathered, scatter_, scattered
 
 FORMAT = "daypack training"
 VERSION = 1
@@ -50,7 +51,7 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, job: Job) -> None:
-    """Write `job` to `path`, whole or not at all."""
+    """Write `job` to `path`, whole or not at all. On several ranks all of them call it, and the first one writes."""
     random = {"cpu": torch.get_rng_state()}
     if job.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(job.device)
@@ -61,11 +62,12 @@ def save_checkpoint(path: Path, job: Job) -> None:
         "corpus": job.corpus.fingerprint,
         "step": job.step,
         "seconds": job.seconds,
-        "model": job.model.state_dict(),
-        "optimizer": job.optimizer.state_dict(),
+        "model": gathered(job.model.state_dict()),
+        "optimizer": gathered(job.optimizer.state_dict()),
         "random": random,
     }
-    write_whole(path, lambda temporary: torch.save(content, temporary))
+    if job.ranks.first:
+        write_whole(path, lambda temporary: torch.save(content, temporary))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -137,7 +139,7 @@ def resume(checkpoint: Checkpoint, config: TrainConfig | None = None, corpus: Co
         )
     else:
         try:
-            job.optimizer.load_state_dict(checkpoint.optimizer)
+            job.optimizer.load_state_dict(_sharded(job, checkpoint.optimizer))
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise ValueError(f"optimizer state of {path} does not fit: {_first_line(error)}; {_REMEDY}") from None
     job.step, job.seconds = checkpoint.step, checkpoint.seconds
@@ -170,7 +172,19 @@ def _load_weights(job: Job, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path} does not fit model {job.config.model!r}: {name} should be {list(own.shape)} "
                 f"{own.dtype}, the file has {found}; {_REMEDY}"
             )
-    job.model.load_state_dict(checkpoint.model)
+    with torch.no_grad():
+        scatter_(job.model.state_dict(), checkpoint.model)
+
+
+def _sharded(job: Job, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Optimizer state whose tensors of a parameter's shape are sharded as the parameter is: torch's classes need it."""
+    params = [p for group in job.optimizer.param_groups for p in group["params"]]
+    keys = [key for group in optimizer["param_groups"] for key in group["params"]]
+    state = dict(optimizer["state"])
+    for key, p in zip(keys, params, strict=False):  # another number of them is refused by the optimizer
+        if isinstance(state.get(key), dict):
+            state[key] = {name: scattered(value, p) for name, value in state[key].items()}
+    return {**optimizer, "state": state}
 
 
 def _restore_random(job: Job, checkpoint: Checkpoint) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from daypack.training.models import model_config
+from daypack.training.parallel import KINDS
 
 
 def dtypes() -> dict[str, torch.dtype]:
@@ -40,6 +41,7 @@ class TrainConfig:
         dtype: "float32", "bfloat16" or "float64", for parameters, gradients and arithmetic.
         threads: CPU threads, which the last bits of a result depend on; None leaves torch's setting.
         data: file or folder; None for the standard library's sources.
+        parallel: "none", or how several processes share the run: "ddp" or "fsdp2". Each takes its part of every batch.
     """
 
     optimizer: str = "gefen"
@@ -60,6 +62,7 @@ class TrainConfig:
     dtype: str = "float32"
     threads: int | None = None
     data: str | None = None
+    parallel: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "context", "eval_tokens", "eval_every", "threads"):
@@ -72,6 +75,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must lie in 0 .. 2**63 - 1, got {self.seed}")
+        if self.parallel not in KINDS:
+            raise ValueError(f"unknown parallel {self.parallel!r}; choose one of {', '.join(KINDS)}")
         if self.dtype not in dtypes():
             raise ValueError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(dtypes())}")
         model_config(self.model)

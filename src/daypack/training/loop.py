@@ -15,6 +15,7 @@ import daypack
 from daypack.training.config import TrainConfig, dtypes
 from daypack.training.corpus import Corpus, load_corpus
 from daypack.training.models import build_model
+from daypack.training.parallel import gathered, here
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RunResult:
         config: what was run.
         records: one per step.
         parameters: parameter elements.
-        state_bytes: bytes of optimizer state, measured after the last step.
+        state_bytes: bytes of optimizer state on this rank, measured after the last step.
     """
 
     config: TrainConfig
@@ -139,7 +140,9 @@ class Job:
         self.corpus = load_corpus(config.data) if corpus is None else corpus
         self.corpus.require(config.context)
         self.device = require_device(config.device)
+        self.ranks = here(config.parallel)
         self.model = build_model(config.model, config.seed, device=self.device, dtype=dtypes()[config.dtype])
+        self._loss = self.ranks.wrap(self.model)
         self.optimizer = build_optimizer(config, self.model)
         self.step = 0
         self.seconds = 0.0
@@ -156,11 +159,11 @@ class Job:
         lr = config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        batch = self.corpus.batch(config.seed, self.step, config.batch, config.context).to(self.device)
-        loss = self.model.loss(batch)
+        batch = self.ranks.part(self.corpus.batch(config.seed, self.step, config.batch, config.context))
+        loss = self._loss(batch.to(self.device))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = None if config.clip is None else float(torch.nn.utils.clip_grad_norm_(parameters, config.clip))
+        norm = None if config.clip is None else torch.nn.utils.clip_grad_norm_(parameters, config.clip)
         self._synchronize()
         stepping = time.perf_counter()
         self.optimizer.step()
@@ -169,7 +172,8 @@ class Job:
         self.step += 1
         validation = self.evaluate() if config.evaluates_after(self.step) else None
         self.seconds += time.perf_counter() - started
-        return Record(self.step, float(loss.detach()), lr, norm, optimizer_ms, self.seconds, validation)
+        grad_norm = None if norm is None else float(gathered(norm))
+        return Record(self.step, self.ranks.mean(loss), lr, grad_norm, optimizer_ms, self.seconds, validation)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -212,7 +216,8 @@ def run(
 def finish(job: Job, records: list[Record]) -> RunResult:
     """Measure the state of a job that has reached its end, and put the result together."""
     report = daypack.state_report(job.optimizer)
-    return RunResult(job.config, tuple(records), report.parameters, report.total_bytes)
+    parameters = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
+    return RunResult(job.config, tuple(records), parameters, report.total_bytes)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,0 +1,214 @@
+"""GaLore: any optimizer's rule on a low-rank stand-in of each matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from daypack.formats.dense import Dense
+from daypack.optim.base import CompressedOptimizer
+from daypack.optim.options import (
+    Group,
+    arguments,
+    check_adamw,
+    check_choice,
+    check_not_negative,
+    check_positive,
+)
+from daypack.projection import project
+from daypack.rules import ADAMW
+from daypack.update import Hyper, ParamPlan, Rule
+
+#: Options of GaLore that the inner optimizer takes over where it has them.
+SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")
+#: Options of inner optimizers that read the parameter itself, which a stand-in is not, or override the learning rate.
+NEUTRAL = {"scale_parameter": False, "relative_step": False}
+#: What makes no sense around a stand-in: GaLore itself, ratios to the norm of the parameter, blocks of its rows.
+UNFIT = ("galore", "lamb", "adam_mini")
+#: Matrices with fewer elements stay dense without a word where projecting them saves nothing.
+WORTH_SAYING = 4096
+
+
+class GaLore(CompressedOptimizer):
+    """Low-rank projected state (Zhao et al. 2024, arXiv 2403.03507) around AdamW or another of our optimizers.
+
+    A matrix whose group has a ``rank`` is stepped through a stand-in of ``rank x max(rows, cols)`` elements: the
+    gradient through its leading singular vectors on the shorter side; see `daypack.projection.Projection`. The state
+    is the inner optimizer's for the stand-in, plus the basis: ``8 rank max + 4 rank min`` bytes around AdamW, 3 per
+    parameter of a square matrix at a quarter of its rank and 1.5 at an eighth; ``1.02 rank max + 4 rank min`` around
+    Gefen, 0.64 at an eighth. Above a fifth of its rank Gefen's own 1.02 is less, and the matrix steps whole.
+
+    Everything else runs the inner optimizer plainly: groups without a rank, vectors, three and more dims (convolutions,
+    stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once.
+
+    Args:
+        params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
+        lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: as in
+            `daypack.Gefen`; fused True is an error for projected parameters. ``weight_decay`` is decoupled and applies
+            to the whole parameter.
+        inner: ``"adamw"`` or the name of another of our optimizers, ``"gefen"`` for instance.
+        inner_options: options of the inner optimizer that have no counterpart here, such as ``{"block_size": 128}``.
+        rank: directions that are kept, at most the shorter side; None: the group is not projected.
+        update_proj_gap: gradients (finite and not all zero) of a parameter that one basis serves.
+        scale: factor of the projected update (the paper's alpha).
+        nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
+        placement: ``"paged"`` keeps state outside the device's memory and brings it in for each parameter's turn: from
+            memory-mapped files for parameters on a CPU (POSIX only), from pinned host memory on CUDA; docs/memory.md.
+        spill_dir: directory of the memory-mapped files; None for the system's temporary directory.
+
+    Raises:
+        ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
+
+    Differs from galore-torch: decay precedes the update, as in AdamW; the basis comes from the Gram matrix in fp64 with
+    signs fixed, so that replicas on like machines agree, and is saved; eps is AdamW's (after bias correction). As
+    there, the moments stay as they are when the basis changes. Inner Adafactor takes lr as it is (no relative step, no
+    parameter scale).
+
+    Memory: a step holds two stand-ins of one parameter and a few chunks; a new basis takes about three matrices of
+    ``min(rows, cols)^2`` fp64 numbers for the time of its decomposition.
+
+    Flat partitions have no rows and columns and are never projected; see README.
+    """
+
+    structural = ("inner", "inner_options", "rank")
+    partition_caveat = "does not project it (the inner optimizer steps it whole, at its own bytes per element)"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        inner: str = "adamw",
+        inner_options: dict[str, Any] | None = None,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
+    ) -> None:
+        super().__init__(params, arguments(locals()))
+
+    def check_options(self, group: Group, where: str) -> None:
+        check_adamw(group, where)
+        check_choice(group, "inner", inner_names(), where)
+        if group["rank"] is not None:
+            check_positive(group, "rank", where)
+        check_positive(group, "update_proj_gap", where)
+        check_not_negative(group, ("scale",), where)
+        _Inner.of(group, where)
+
+    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """The inner optimizer's plan, for the low shape where that takes fewer bytes."""
+        inner = _Inner.of(group)
+        whole, projection = inner.plan(shape, dtype, group, name), project(tuple(shape), group["rank"])
+        if projection is None:
+            return whole
+        low = replace(inner.plan(torch.Size(projection.low), dtype, group, name), projection=projection)
+        return low if low.nbytes(shape, dtype) < whole.nbytes(shape, dtype) else whole
+
+    def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
+        shape = tuple(param.shape)
+        plan = self.plan(param.shape, param.dtype, group, name)
+        if param.numel() >= WORTH_SAYING and project(shape, group["rank"]) and plan.projection is None:
+            return f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole"
+        if group["rank"] is not None:
+            return super().caveat(param, group, name)
+        inner = _Inner.of(group)
+        optimizer = _optimizer(inner)
+        return optimizer.caveat(param, inner.group(group), name) if isinstance(optimizer, CompressedOptimizer) else None
+
+
+def inner_names() -> tuple[str, ...]:
+    """Names of the optimizers that GaLore can be put around."""
+    from daypack.optim.registry import REGISTRY
+
+    ours = (name for name, cls in REGISTRY.items() if issubclass(cls, CompressedOptimizer) and name not in UNFIT)
+    return "adamw", *ours
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """The inner optimizer of a group: its class under its name, and the options that only it has, sorted."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, group: Group, where: str = "a parameter group") -> _Inner:
+        """The inner optimizer of ``group``, checked.
+
+        Raises:
+            ValueError: it does not take its options.
+        """
+        options = {} if group["inner_options"] is None else group["inner_options"]
+        if not isinstance(options, dict):
+            raise ValueError(f"inner_options of {where} must be a dict or None, got {options!r}")
+        inner = cls(group["inner"], tuple(sorted(options.items())))
+        try:
+            defaults = _defaults(inner)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"inner_options of {where} do not fit {group['inner']!r}: {error}") from error
+        for option in options:
+            if option in group and _shares(option, defaults):
+                raise ValueError(f"inner_options of {where} must not hold {option!r}, which GaLore itself takes")
+        return inner
+
+    def group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of ``group`` as the inner optimizer reads them."""
+        defaults = _defaults(self)
+        shared = {option: group[option] for option in SHARED if _shares(option, defaults)}
+        return {**group, **defaults, **shared}
+
+    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        optimizer = _optimizer(self)
+        if not isinstance(optimizer, CompressedOptimizer):
+            return ParamPlan(ADAMW, Dense(), Dense())
+        plan = optimizer.plan(shape, dtype, self.group(group), name)
+        if plan.rule is ADAMW:  # It reads SHARED alone, so that kernels may know it.
+            return plan
+        return replace(plan, rule=_translated(plan.rule, self))
+
+
+@lru_cache(maxsize=256)
+def _optimizer(inner: _Inner) -> Optimizer:
+    """An optimizer over nothing: it checks the options, and knows the defaults and the plans."""
+    from daypack.optim.registry import create
+
+    return create(inner.name, [torch.empty(0)], **dict(inner.options))
+
+
+def _defaults(inner: _Inner) -> dict[str, Any]:
+    defaults = _optimizer(inner).defaults
+    neutral = {option: value for option, value in NEUTRAL.items() if option in defaults}
+    return {**defaults, **neutral, **dict(inner.options)}
+
+
+def _shares(option: str, defaults: Mapping[str, Any]) -> bool:
+    """Whether the inner optimizer has GaLore's ``option`` and means the same (Adafactor's eps is a pair)."""
+    return option in SHARED and option in defaults and not (option == "eps" and isinstance(defaults["eps"], tuple))
+
+
+@lru_cache(maxsize=256)
+def _translated(rule: Rule, inner: _Inner) -> Rule:
+    """``rule`` reading its options from a group of GaLore's."""
+
+    def hyper(group: Mapping[str, Any], step: int) -> Hyper:
+        return rule.hyper(inner.group(group), step)
+
+    return replace(rule, hyper=hyper)

@@ -1,0 +1,107 @@
+"""LAMB: AdamW's direction, as long as the parameter itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from daypack.formats.base import StateFormat, geometry, smallest
+from daypack.formats.block_quantized import BlockQuantized
+from daypack.formats.dense import Dense
+from daypack.formats.factored import Factored
+from daypack.optim.base import CompressedOptimizer
+from daypack.optim.options import Group, arguments, check_adamw, check_choice, check_positive
+from daypack.rules import LAMB as RULE
+from daypack.update import ParamPlan
+
+SECOND_MOMENTS: dict[str, StateFormat] = {"dense": Dense(), "factored": Factored()}
+
+
+class LAMB(CompressedOptimizer):
+    """Large-batch AdamW (You et al. 2019, arXiv 1904.00962): ``p <- p - lr * |p| / |u| * u``.
+
+    ``u`` is AdamW's direction plus ``weight_decay * p``, the norms are those of the whole parameter, and their ratio is
+    1 where either is 0. Moments of matrices, convolutions and experts, in bytes per parameter:
+
+    ============================  ==============================  ===========================
+    ..                            ``second_moment="dense"``       ``second_moment="factored"``
+    ============================  ==============================  ===========================
+    ``bits=32``                   8                               4
+    ``bits=8``                    5                               1.02 (Gefen's)
+    ============================  ==============================  ===========================
+
+    Vectors and scalars keep fp32 moments.
+
+    Args:
+        params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
+        lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: as in
+            `daypack.Gefen`; fused True is an error, for there is no fused kernel yet.
+        trust_ratio: False exempts a group: its ratio is 1, which is AdamW. Norms and biases are usually exempt.
+        bits: 8 stores the first moment as 8-bit codes into a codebook learned from first gradients, 32 in fp32.
+        second_moment: ``"dense"``, or ``"factored"`` for row and column means of g^2.
+        block_size: elements of a row that share one scale of an 8-bit first moment.
+        nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
+        placement: ``"paged"`` keeps state outside the device's memory and brings it in for each parameter's turn: from
+            memory-mapped files for parameters on a CPU (POSIX only), from pinned host memory on CUDA; docs/memory.md.
+        spill_dir: directory of the memory-mapped files; None for the system's temporary directory.
+
+    Raises:
+        ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
+
+    Differs from other versions: no clipping of the gradient's or the parameter's norm (the identity for phi), bias
+    correction as in AdamW, and all parameters take the ratio unless their group says otherwise.
+
+    Flat partitions: their norms are not the parameters'; see README.
+    """
+
+    structural = ("bits", "second_moment", "block_size")
+    partition_caveat = "takes the trust ratio of the partition, not of the parameters in it"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        trust_ratio: bool = True,
+        bits: int = 32,
+        second_moment: Literal["dense", "factored"] = "dense",
+        block_size: int = 256,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        placement: Literal["resident", "paged"] = "resident",
+        spill_dir: str | None = None,
+    ) -> None:
+        super().__init__(params, arguments(locals()))
+
+    def check_options(self, group: Group, where: str) -> None:
+        check_adamw(group, where)
+        check_choice(group, "trust_ratio", (True, False), where)
+        check_choice(group, "bits", (8, 32), where)
+        check_choice(group, "second_moment", tuple(SECOND_MOMENTS), where)
+        check_positive(group, "block_size", where)
+
+    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """Compressed moments from two dims on, each where it takes fewer bytes than fp32."""
+        return plan(tuple(shape), dtype, group["bits"], group["second_moment"], group["block_size"])
+
+
+@lru_cache(maxsize=4096)
+def plan(shape: tuple[int, ...], dtype: torch.dtype, bits: int, second_moment: str, block_size: int) -> ParamPlan:
+    """`LAMB.plan` as a function of its options, remembered, because it is asked for at every step."""
+    view, dense = geometry(shape), Dense()
+    matrix = len(shape) > 1
+    m = smallest(view, dtype, dense, BlockQuantized(block_size)) if matrix and bits == 8 else dense
+    v = smallest(view, dtype, dense, SECOND_MOMENTS[second_moment]) if matrix else dense
+    return ParamPlan(RULE, m, v)

@@ -1,0 +1,102 @@
+"""Which placement a parameter has, and a step through state that has to be brought in piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from daypack.formats.base import ComponentSpec, State
+from daypack.kernels.dispatch import Work
+from daypack.placement.base import Placement, Resident
+from daypack.placement.mapped import Mapped
+from daypack.placement.staged import Staged
+from daypack.update import Update
+
+PLACEMENTS = ("resident", "paged")
+#: Bytes of state that are brought in together; a larger parameter comes alone. Two pieces are in at a time.
+PIECE_BYTES = 64 << 20
+
+
+class Placements:
+    """The placements in use by one optimizer. They are kept, because one that copies has copies on their way."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Placement] = {}
+
+    @staticmethod
+    def away(groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Whether any state has to be brought in for its step."""
+        return any(group.get("placement", "resident") != "resident" for group in groups)
+
+    def of(self, group: Mapping[str, Any], device: torch.device) -> Placement:
+        """The placement of the state of parameters on ``device`` under the options of ``group``.
+
+        Raises:
+            ValueError: the group's state is to be paged, which is not possible there.
+        """
+        key = group.get("placement", "resident"), group.get("spill_dir"), device
+        if key not in self._known:
+            self._known[key] = _make(*key)
+        return self._known[key]
+
+    def create(self, spec: ComponentSpec, group: Mapping[str, Any], device: torch.device) -> Tensor:
+        """A new state tensor of zeros in its place; scalars are never away."""
+        home = self.of(group, device) if spec.shape else Resident(spec.device(device))
+        return home.zeros(spec.shape, spec.dtype)
+
+    def wait(self) -> None:
+        """Let state that is on its way arrive, before anyone reads it."""
+        for placement in self._known.values():
+            placement.wait()
+
+    def apply(self, work: Work, admitted: NDArray[np.bool_]) -> None:
+        """`Work.apply`, one piece of state after the other: while one is stepped, the next is on its way."""
+        pieces = _pieces(work.updates, admitted)
+        coming = self._fetch(work.updates, pieces[0]) if pieces else []
+        for piece, following in zip(pieces, [*pieces, []][1:], strict=True):
+            present, coming = coming, self._fetch(work.updates, following)
+            mask = np.zeros(len(work.updates), bool)
+            mask[piece] = True
+            try:
+                for update, placement, _, working in present:
+                    update.state = placement.ready(working)
+                work.apply(mask, last=not following)
+            finally:
+                for update, _, home, _ in present:
+                    update.state = home
+            for _, placement, home, working in present:
+                placement.release(home, working)
+
+    def _fetch(self, updates: list[Update], piece: list[int]) -> list[tuple[Update, Placement, State, State]]:
+        """Updates of a piece with their placement, their state at home, and that which is on its way."""
+        chosen = [(updates[i], self.of(updates[i].group, updates[i].param.device)) for i in piece]
+        return [(update, placement, update.state, placement.fetch(update.state)) for update, placement in chosen]
+
+
+def _make(kind: str, spill_dir: str | None, device: torch.device) -> Placement:
+    if kind == "resident":
+        return Resident(device)
+    if device.type == "cpu":
+        return Mapped(spill_dir)
+    if device.type == "cuda":
+        return Staged(device)
+    raise ValueError(f"placement='paged' works for parameters on cpu and cuda, not on {device}; leave it 'resident'")
+
+
+def _pieces(updates: list[Update], admitted: NDArray[np.bool_]) -> list[list[int]]:
+    """The indices of the admitted updates, in runs whose state takes at most `PIECE_BYTES` together."""
+    pieces: list[list[int]] = []
+    room = 0
+    for i in np.flatnonzero(admitted).tolist():
+        size = sum(value.nbytes for value in updates[i].state.values() if isinstance(value, Tensor))
+        if not pieces or size > room:
+            pieces.append([])
+            room = PIECE_BYTES
+        pieces[-1].append(i)
+        room -= size
+    return pieces
