@@ -16,7 +16,7 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ("codec", "codebook", "calibrate", "cpu", "pool", "steps", "kernels_portable")
+SOURCES = ("codec", "codebook", "calibrate", "cpu", "look", "pool", "observe", "apply", "steps", "kernels_portable")
 X86_SOURCES = {
     "kernels_avx2": ("-mavx2", "-mfma", "-mf16c"),
     "kernels_avx512": (
@@ -30,7 +30,7 @@ X86_SOURCES = {
     ),
 }
 #: Sums and comparisons that must equal numpy's to the last bit are not contracted to fused multiply-adds.
-EXACT = {"codebook": ("-ffp-contract=off",), "calibrate": ("-ffp-contract=off",)}
+EXACT = {"codebook": ("-ffp-contract=off",)}
 COMMON = (
     "-std=c++17",
     "-O3",

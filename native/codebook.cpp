@@ -1,7 +1,7 @@
 // The exact codebook: calibration/codebook.py's dynamic programme, operation by operation, so that both give the same bits.
 #include <vector>
 
-#include "daypack.h"
+#include "kernels.h"
 #include "pool.h"
 
 namespace daypack {
@@ -14,7 +14,7 @@ using Indices = std::vector<int64_t>;
 class Half {
  public:
   Half(const double* weights, int64_t bins, int64_t stride, int64_t free)
-      : bins_(bins), w_(size()), x_(size()), xx_(size()), value_(size()), errors(static_cast<size_t>(free) + 1) {
+      : bins_(bins), w_(size()), x_(size()), xx_(size()), errors(static_cast<size_t>(free) + 1) {
     for (int64_t i = 0; i < bins; ++i) {
       const double centre = (static_cast<double>(i) + 0.5) / static_cast<double>(bins), w = weights[i * stride];
       const size_t at = static_cast<size_t>(i);
@@ -26,9 +26,9 @@ class Half {
 
   // Least errors with 0..free levels between 0 and 1, and where each segment begins.
   void solve() {
-    Doubles best = xx_, next(size()), outer(size());
-    for (size_t j = 0; j < size(); ++j)
-      outer[j] = (xx_.back() - xx_[j]) - 2 * (x_.back() - x_[j]) + (w_.back() - w_[j]);
+    Doubles best = xx_, next(size()), scratch(size()), outer(size());
+    const double w = w_[size() - 1], x = x_[size() - 1], xx = xx_[size() - 1];
+    for (size_t j = 0; j < size(); ++j) outer[j] = (xx - xx_[j]) - 2 * (x - x_[j]) + (w - w_[j]);
     for (size_t k = 0; k < errors.size(); ++k) {
       size_t least = 0;
       for (size_t j = 1; j < size(); ++j)
@@ -36,7 +36,9 @@ class Half {
       last_.push_back(static_cast<int64_t>(least));
       errors[k] = best[least] + outer[least];
       if (k + 1 == errors.size()) break;
-      starts_.push_back(layer(best, next));
+      starts_.emplace_back(size());
+      kernels().fill_layer({bins_, w_.data(), x_.data(), xx_.data(), best.data(), next.data(), scratch.data(),
+                            starts_.back().data()});
       best.swap(next);
     }
   }
@@ -56,41 +58,8 @@ class Half {
  private:
   size_t size() const { return static_cast<size_t>(bins_) + 1; }
 
-  // next[j] = min over i <= j of best[i] + cost(i, j). The best i rises with j: both neighbours bound it.
-  Indices layer(const Doubles& best, Doubles& next) {
-    Indices start(size());
-    next[0] = 0;
-    start[static_cast<size_t>(bins_)] = search(best, next, bins_, 0, bins_);
-    int64_t step = 1;
-    while (2 * step < bins_) step *= 2;
-    for (; step > 0; step /= 2) {
-      for (int64_t j = step; j < bins_; j += 2 * step) {
-        const int64_t after = start[static_cast<size_t>(j + step < bins_ ? j + step : bins_)];
-        start[static_cast<size_t>(j)] = search(best, next, j, start[static_cast<size_t>(j - step)], after < j ? after : j);
-      }
-    }
-    return start;
-  }
-
-  // The first of low..high that is best for position j.
-  int64_t search(const Doubles& best, Doubles& next, int64_t j, int64_t low, int64_t high) {
-    const double w = w_[static_cast<size_t>(j)], x = x_[static_cast<size_t>(j)], xx = xx_[static_cast<size_t>(j)];
-    const double *wi = w_.data() + low, *xi = x_.data() + low, *xxi = xx_.data() + low, *bi = best.data() + low;
-    const int64_t count = high - low + 1;
-    double* value = value_.data();
-    for (int64_t i = 0; i < count; ++i) {  // vectorised: the divisions are what takes time
-      const double mass = w - wi[i], first = x - xi[i];
-      const double cost = (xx - xxi[i]) - first * first / (mass > 1e-300 ? mass : 1e-300);
-      value[i] = bi[i] + (cost > 0 ? cost : 0);
-    }
-    int64_t least = 0;
-    for (int64_t i = 1; i < count; ++i) least = value[i] < value[least] ? i : least;
-    next[static_cast<size_t>(j)] = value[least];
-    return low + least;
-  }
-
   int64_t bins_;
-  Doubles w_, x_, xx_, value_;  // sums over the first i bins of weight times centre^0, 1, 2; scratch
+  Doubles w_, x_, xx_;  // sums over the first i bins of weight times centre^0, 1, 2
   Indices last_;
   std::vector<Indices> starts_;
 

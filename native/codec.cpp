@@ -17,31 +17,32 @@ int fill_heap(int16_t* heap, const int32_t* grid, int node, int next) {
 
 bool prepare(Codec& codec, const float* levels) {
   std::memcpy(codec.level, levels, sizeof codec.level);
+  int32_t grid[257];
   bool blank = true;
   for (int i = 0; i < 256; ++i) {
     const float place = levels[i] * GRID;
     if (!(place >= -GRID && place <= GRID)) return false;
-    codec.grid[i] = static_cast<int32_t>(place);
-    if (static_cast<float>(codec.grid[i]) != place) return false;
-    blank = blank && codec.grid[i] == 0;
-    codec.low[i] = static_cast<uint8_t>(codec.grid[i] & 0xFF);
-    codec.high[i] = static_cast<uint8_t>((codec.grid[i] >> 8) & 0xFF);
+    grid[i] = static_cast<int32_t>(place);
+    if (static_cast<float>(grid[i]) != place) return false;
+    blank = blank && grid[i] == 0;
   }
-  codec.grid[256] = 2 * GRID - 1;
+  grid[256] = 2 * GRID - 1;  // above every value
   for (int i = 0; i < 255 && !blank; ++i)
-    if (codec.grid[i + 1] - codec.grid[i] < GAP) return false;
-  if (!blank && (codec.grid[0] != -GRID || codec.grid[255] != GRID)) return false;
+    if (grid[i + 1] - grid[i] < GAP) return false;
+  if (!blank && (grid[0] != -GRID || grid[255] != GRID)) return false;
   for (int i = 0; i < 256; ++i) {
-    const int32_t gap = codec.grid[i + 1] - codec.grid[i];
+    const int32_t gap = grid[i + 1] - grid[i];
+    codec.low[i] = static_cast<uint8_t>(grid[i] & 0xFF);
+    codec.high[i] = static_cast<uint8_t>((grid[i] >> 8) & 0xFF);
     codec.gap_low[i] = static_cast<uint8_t>(gap & 0xFF);
     codec.gap_high[i] = static_cast<uint8_t>((gap >> 8) & 0xFF);
+    codec.rung[i] = static_cast<uint32_t>(grid[i] + GRID) | static_cast<uint32_t>(gap) << 16;
   }
   codec.heap[0] = 0;
-  fill_heap(codec.heap, codec.grid, 1, 1);
-  int code = 0;
-  for (int i = 0; i < static_cast<int>(sizeof codec.cell); ++i) {
-    while (code < 255 && codec.grid[code + 1] <= i * GAP - GRID) ++code;
-    codec.cell[i] = static_cast<uint8_t>(code);
+  fill_heap(codec.heap, grid, 1, 1);
+  for (int i = 0; i < 256; ++i) {
+    const int32_t end = i < 255 ? grid[i + 1] : GRID + 1;
+    if (end > grid[i]) std::memset(codec.below + grid[i] + GRID, i, static_cast<size_t>(end - grid[i]));
   }
   return true;
 }

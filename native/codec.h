@@ -20,8 +20,9 @@ struct Codec {
   alignas(64) uint8_t gap_low[256];  // distance to the next level, likewise
   alignas(64) uint8_t gap_high[256];
   float level[256];
-  int32_t grid[257];              // the last entry: above every value
-  uint8_t cell[2 * GRID / GAP + 1];  // code of the smallest value in each run of GAP grid points
+  // Of each code: its grid point above -GRID in the low half, the distance to the next level in the high half.
+  uint32_t rung[256];
+  uint8_t below[2 * GRID + 1];  // of each grid point above -GRID the code of the level at or below it
 };
 
 // Fill `codec` from 256 levels; false if they are not usable (all zeros, a codebook not learned yet, is).

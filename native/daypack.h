@@ -10,7 +10,7 @@
 #define DAYPACK_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-#define DAYPACK_INTERFACE 1
+#define DAYPACK_INTERFACE 2
 
 enum DaypackType { DAYPACK_FP32 = 0, DAYPACK_BF16 = 1, DAYPACK_FP16 = 2 };
 enum DaypackSecondMoment { DAYPACK_DENSE = 0, DAYPACK_FACTORED = 1, DAYPACK_BLOCKS = 2 };
@@ -54,12 +54,28 @@ DAYPACK_EXPORT int daypack_param_bytes(void);
 DAYPACK_EXPORT const char* daypack_cpu(void);
 DAYPACK_EXPORT int daypack_use_cpu(const char* name);
 
+// Whether the number at each of `places` is the one in `numbers`: 1 or 0.
+DAYPACK_EXPORT int daypack_numbers_are(const int64_t* const* places, const int64_t* numbers, int64_t count);
+
+// Functions of torch's C interface for tensors, without their prefix "aoti_torch_get_". Each returns 0, or an error.
+struct DaypackTorch {
+  int32_t (*data_ptr)(void* tensor, void** result);
+  int32_t (*dtype)(void* tensor, int32_t* result);
+  int32_t (*dim)(void* tensor, int64_t* result);
+  int32_t (*sizes)(void* tensor, int64_t** result);
+  int32_t (*strides)(void* tensor, int64_t** result);
+};
+
+// Where each of torch's tensor handles has its elements, and a hash of its dtype, sizes and strides. Returns 0, or -1.
+DAYPACK_EXPORT int daypack_look(const DaypackTorch* torch, void* const* tensors, int64_t count, uint64_t* places,
+                                uint64_t* layouts);
+
 // Run on the threads of an OpenMP runtime: `gomp_parallel` is its GOMP_parallel. Null: on threads of our own.
 DAYPACK_EXPORT void daypack_borrow_threads(void* gomp_parallel);
 
 // First pass: fills every `sums` and `totals[i]`, the sum of g^2 in fp32: not finite exactly if the gradient is not, or if
-// its square leaves the range. Returns the number of parameters whose total is not finite.
-DAYPACK_EXPORT int64_t daypack_observe(const DaypackParam* params, int64_t count, int threads, float* totals);
+// its square leaves the range.
+DAYPACK_EXPORT void daypack_observe(const DaypackParam* params, int64_t count, int threads, float* totals);
 
 // Second pass: moments, rule, decay and parameters of those that `active` marks (null: all). Returns -1, or the index of a
 // parameter whose codebook is not usable; nothing has changed then.

@@ -52,27 +52,26 @@ static inline void decode(const uint8_t* codes, float scale, const Codec& codec,
   for (int i = 0; i < n; ++i) m[i] = codec.level[codes[i]] * scale;
 }
 
-// codes of m / scale: rounded to the grid by the low half of the dither, to a level by its high half. `turn` is the dither at the first element.
+// codes of m / scale: rounded to the grid by the low half of the dither, to a level by its high half. `turn` is the dither at
+// the first element.
 static inline void encode(const float* m, float scale, const Codec& codec, int n, uint32_t turn, uint8_t* codes) {
   constexpr int CHUNK = 256;
-  int32_t place[CHUNK];
-  uint32_t share[CHUNK];
-  for (int start = 0; start < n; start += CHUNK) {
+  uint32_t points[CHUNK];  // grid point above -GRID, and the high half of the dither
+  const float divisor = scale > 0 ? scale : 1.0f;  // all moments of a block are 0 where its scale is
+  for (int start = 0; start < n; start += CHUNK, m += CHUNK, codes += CHUNK, turn += CHUNK * DITHER_INDEX) {
     const int count = n - start < CHUNK ? n - start : CHUNK;
-    for (int i = 0; i < count; ++i) {
-      const float x = scale > 0 ? m[start + i] / scale * FIXED : 0.0f;
+    for (int i = 0; i < count; ++i) {  // in vector registers
+      const float x = m[i] / divisor * FIXED;
       const int32_t whole = static_cast<int32_t>(x);
-      const uint32_t dither = turn + static_cast<uint32_t>(start + i) * DITHER_INDEX;
+      const uint32_t dither = turn + static_cast<uint32_t>(i) * DITHER_INDEX;
       const int32_t floor = whole - (x < static_cast<float>(whole));
-      place[i] = (floor + static_cast<int32_t>(dither & 0xFFFF)) >> FRACTION_BITS;
-      share[i] = dither >> 16;
+      const int32_t point = ((floor + static_cast<int32_t>(dither & 0xFFFF)) >> FRACTION_BITS) + GRID;
+      points[i] = static_cast<uint32_t>(point) | (dither & 0xFFFF0000u);
     }
-    for (int i = 0; i < count; ++i) {
-      int code = codec.cell[(place[i] + GRID) / GAP];
-      code += place[i] >= codec.grid[code + 1];
-      const uint32_t gap = static_cast<uint32_t>(codec.grid[code + 1] - codec.grid[code]);
-      const uint32_t above = static_cast<uint32_t>(place[i] - codec.grid[code]);
-      codes[start + i] = static_cast<uint8_t>(code + (above > gap * share[i] >> 16));
+    for (int i = 0; i < count; ++i) {  // one by one: gathers are no faster
+      const uint32_t point = points[i] & 0xFFFF, share = points[i] >> 16, code = codec.below[point];
+      const uint32_t rung = codec.rung[code];
+      codes[i] = static_cast<uint8_t>(code + (point - (rung & 0xFFFF) > (rung >> 16) * share >> 16));
     }
   }
 }

@@ -1,4 +1,4 @@
-// What each instruction set implements: both passes over one tile of one parameter.
+// What each instruction set implements: both passes over one tile of one parameter, and the loops of calibration.
 #pragma once
 #include "codec.h"
 #include "daypack.h"
@@ -22,6 +22,8 @@ struct Tile {
 constexpr int64_t TILE_COLS = 16384, SUM_COLS = 2048;
 static_assert(TILE_COLS >= DAYPACK_LARGEST_BLOCK, "a tile holds at least one block");
 
+constexpr int BINS = 4096;  // of the histogram behind the codebook
+
 // One parameter's step in the numbers that the loops want. `sign` of the gradient is in `weight`.
 struct Step {
   float beta1, weight;      // m = beta1 * m + weight * g
@@ -30,7 +32,16 @@ struct Step {
   float correction2;
   uint32_t turn;            // of the dither at element 0
   const Codec* codec;       // null where the first moment is dense
-  const float* mean;        // per matrix the mean of `col`, for a factored second moment
+  float mean;               // of `col` in the tile's matrix, for a factored second moment
+};
+
+// One layer of the dynamic programme behind the codebook (see codebook.cpp), over positions 0..bins.
+struct Layer {
+  int64_t bins;
+  const double *w, *x, *xx;  // sums over the bins before a position of weight times centre^0, 1, 2
+  const double* best;        // least error of the bins before a position, in the layer before
+  double *next, *scratch;
+  int64_t* start;
 };
 
 struct Kernels {
@@ -41,6 +52,12 @@ struct Kernels {
   double (*observe_blocks)(const Tile& tile, float* sums);
   // Moments, rule and parameter; the second moment's statistics are complete.
   void (*apply)(const Tile& tile, const Step& step);
+  // The loops of calibration: see learn.h.
+  void (*count)(const void* grad, int64_t type, int64_t cols, int64_t block_size, int64_t first, int64_t last,
+                int64_t* counts);
+  void (*score)(const void* grad, int64_t type, int64_t cols, int64_t row, int64_t row_end, const int64_t* sizes,
+                int64_t size_count, double* prefix, double* totals);
+  void (*fill_layer)(const Layer& layer);
 };
 
 extern const Kernels portable_kernels;

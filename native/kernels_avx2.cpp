@@ -8,8 +8,10 @@ namespace avx2 {
 #include "generic.h"
 using namespace generic;
 #include "tiles.h"
+#include "learn.h"
 }  // namespace avx2
 
-const Kernels avx2_kernels{"avx2", avx2::observe, avx2::observe_blocks, avx2::apply};
+const Kernels avx2_kernels{"avx2", avx2::observe, avx2::observe_blocks, avx2::apply,
+                              avx2::learn::count, avx2::learn::score, avx2::learn::fill_layer};
 
 }  // namespace daypack

@@ -6,8 +6,10 @@ namespace portable {
 #include "generic.h"
 using namespace generic;
 #include "tiles.h"
+#include "learn.h"
 }  // namespace portable
 
-const Kernels portable_kernels{"portable", portable::observe, portable::observe_blocks, portable::apply};
+const Kernels portable_kernels{"portable", portable::observe, portable::observe_blocks, portable::apply,
+                              portable::learn::count, portable::learn::score, portable::learn::fill_layer};
 
 }  // namespace daypack

@@ -37,7 +37,7 @@ static double observe_blocks_typed(const Tile& t, float* sums) {
 // Square roots of what the second moment of a column is relative to its row's.
 static void column_roots(const Tile& t, const Step& s, float* root) {
   const float* col = t.param->col + t.matrix * t.param->cols + t.col;
-  const float mean = s.mean[t.matrix];
+  const float mean = s.mean;
   for (int64_t i = 0; i < t.cols(); ++i) root[i] = mean > 0 ? __builtin_sqrtf(col[i] / mean) : 0.0f;
 }
 

@@ -13,6 +13,7 @@ from daypack.optim.groups import param_groups
 from daypack.optim.lamb import LAMB
 from daypack.optim.registry import create, materialize_state, names
 from daypack.planner.estimate import estimate_state
+from daypack.planner.memory import plan_memory as plan
 from daypack.planner.report import state_report
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "materialize_state",
     "names",
     "param_groups",
+    "plan",
     "state_report",
     "transplant",
 ]

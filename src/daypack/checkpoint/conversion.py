@@ -257,8 +257,8 @@ class _Filler:
         if _is_same(found, group, source):
             for key, value in source.state.items():
                 own = self.target.state[p].get(key)
-                at = own.device if isinstance(own, Tensor) else p.device
-                self.target.state[p][key] = value.to(at, copy=True) if isinstance(value, Tensor) else value
+                device = own.device if isinstance(own, Tensor) else p.device
+                self.target.state[p][key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
             for moment in found.moments or ("state",):
                 self.report.add(name, moment, "exact")
             return

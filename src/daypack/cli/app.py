@@ -7,6 +7,7 @@ import typer
 
 import daypack
 from daypack.cli import compare as compare_command
+from daypack.cli import plan as plan_command
 from daypack.cli import state as state_commands
 from daypack.cli import train as train_command
 from daypack.training import TrainConfig, presets
@@ -60,6 +61,9 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"daypack {daypack.__version__}")
         raise typer.Exit
+
+
+app.command()(plan_command.plan)
 
 
 @app.callback()

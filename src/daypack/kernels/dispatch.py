@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TypeAlias
@@ -47,6 +47,9 @@ def forced() -> Kernel | None:
 class Work:
     """The updates of one step, each with its kernel. Kept from step to step while `refresh` says that it holds.
 
+    Args:
+        idle: the parameters without a gradient.
+
     Attributes:
         settled: every state exists and all that is learned from first gradients is learned.
         kernels: per update ``"native"`` or ``"reference"``.
@@ -55,8 +58,9 @@ class Work:
         ValueError: a parameter demands a fused kernel (``fused=True``) and none can take it.
     """
 
-    def __init__(self, updates: list[Update]) -> None:
+    def __init__(self, updates: list[Update], idle: list[Tensor]) -> None:
         self.updates = updates
+        self._idle = idle
         self.kernels: list[Kernel] = [_choose(update) for update in updates]
         chosen = np.array([kernel == "native" for kernel in self.kernels], bool)
         self._native, self._rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
@@ -70,6 +74,8 @@ class Work:
 
     def refresh(self) -> bool:
         """Take in this step's gradients; False if tensors have changed so that the work must be laid out anew."""
+        if any(p.grad is not None for p in self._idle) or any(update.param.grad is None for update in self.rest):
+            return False
         if any(_choose(update) == "native" for update in self.rest):
             return False
         return self._batch is None or self._batch.refresh()
@@ -88,6 +94,9 @@ class Work:
         if self._batch is not None:
             totals[self._native] = self._batch.observe()
         totals[self._rest] = _numbers([reference.observe(update) for update in self.rest])
+        for update, total in zip(self.updates, totals.tolist(), strict=True):
+            # A sum over 0 says that a gradient is not zero; a sum of 0 says nothing, because squares vanish.
+            update.zero = False if total > 0 else None
         return totals
 
     def step(self) -> NDArray[np.bool_]:
@@ -163,10 +172,15 @@ def _reads(update: Update) -> bool:
     return _forced.get() != "reference" and update.group["fused"] is not False and native.reads(update.grad)
 
 
-def histogram(update: Update, block_size: int) -> Tensor:
-    """Counts of an update's normalised gradient, for `learn`; int64 on the CPU."""
-    count = native.histogram if _reads(update) else codebook.histogram
-    return count(update.grad, update.view, block_size).cpu()
+def histogram(coded: Iterable[tuple[Update, int]]) -> Tensor:
+    """Counts of the normalised gradients of updates, each with its block size, for `learn`; int64 on the CPU."""
+    counts = torch.zeros(codebook.BINS, dtype=torch.int64)
+    for update, block_size in coded:
+        if _reads(update):
+            native.add_histogram(counts, update.grad, update.view, block_size)
+        else:
+            counts += codebook.histogram(update.grad, update.view, block_size).cpu()
+    return counts
 
 
 def learn(counts: Tensor, block_size: int) -> Tensor:

@@ -9,10 +9,9 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,11 @@ from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
+from daypack.kernels.layouts import Layouts, Places
 from daypack.rules import ADAMW
 from daypack.update import Update
 
-INTERFACE = 1
+INTERFACE = 2
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Scales of larger blocks are left to the reference: a block's fresh moments wait in a buffer of fixed size.
 LARGEST_BLOCK = 4096
@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL | None:
         logging.getLogger("daypack").warning("no native kernels (%s): CPU steps run in torch, which is slower", error)
         return None
     found.daypack_cpu.restype = ctypes.c_char_p
-    for name in ("observe", "apply", "step", "codebook"):
+    for name in ("apply", "step", "codebook"):
         getattr(found, "daypack_" + name).restype = ctypes.c_int64
     found.daypack_borrow_threads(_openmp())
     return found
@@ -125,9 +125,6 @@ def refusal(update: Update) -> str | None:
     return None
 
 
-_is_here = attrgetter("is_cpu")
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the elements stand in memory as the kernels read them."""
     return (
@@ -150,29 +147,26 @@ class Batch:
         self.params = [update.param for update in updates]
         self.groups = list({id(update.group): update.group for update in updates}.values())
         index = {id(group): i for i, group in enumerate(self.groups)}
-        self.shapes = [p.shape for p in self.params]
-        self.grad_dtypes = [update.grad.dtype for update in updates]
         table = self.table = np.zeros(len(updates), PARAM)
         table["options"] = [index[id(update.group)] for update in updates]
-        table["param"] = self.pointers = [p.data_ptr() for p in self.params]
+        table["param"] = [p.data_ptr() for p in self.params]
         table["param_type"] = [TYPES[p.dtype] for p in self.params]
-        table["grad_type"] = [TYPES[dtype] for dtype in self.grad_dtypes]
+        table["grad_type"] = [TYPES[update.grad.dtype] for update in updates]
         for name, value in zip(
             ("matrices", "rows", "cols"), zip(*(u.view.view3 for u in updates), strict=True), strict=True
         ):
             table[name] = value
         table["v_kind"] = [_V_KINDS[type(update.plan.exp_avg_sq)] for update in updates]
-        self.item_sizes = np.array([dtype.itemsize for dtype in self.grad_dtypes], np.uint64)
+        self.item_sizes = np.array([update.grad.element_size() for update in updates], np.uint64)
         self.totals = np.zeros(len(updates), np.float32)
         self.sums: NDArray[np.float32] = np.zeros(0, np.float32)
         self.attach()
-        self._bring_gradients([update.grad for update in updates])
+        self._bring_gradients([update.grad.data_ptr() for update in updates])
 
     def attach(self) -> None:
         """Fill in the state, which may not exist yet, and what follows from it."""
-        table, states = self.table, [update.state for update in self.updates]
-        self.block_sizes = [_v_block_size(update) for update in self.updates]
-        table["v_block_size"] = self.block_sizes
+        table = self.table
+        table["v_block_size"] = [_v_block_size(update) for update in self.updates]
         counts = np.select(
             [table["v_kind"] == 1, table["v_kind"] == 2],
             [table["rows"] + table["cols"], table["rows"] * -(-table["cols"] // np.maximum(table["v_block_size"], 1))],
@@ -181,45 +175,44 @@ class Batch:
         counts *= table["matrices"]
         self.sum_offsets = ((np.cumsum(counts) - counts) * 4).astype(np.uint64)
         self.sum_count = int(counts.sum())
-        self.states: Any = states
-        self.identities = _identities(states)
-        self.watched: list[tuple[itemgetter[Any], list[dict[str, Any]], list[int]]] = []
-        keys = [tuple(key for key in _FIELDS if key in state) for state in states]
-        for cell in dict.fromkeys(keys):
-            rows = [i for i, each in enumerate(keys) if each == cell]
-            mine: Any = [states[i] for i in rows]
-            for key in cell:
-                table[_FIELDS[key]][rows] = pointers = _pointers(itemgetter(key), mine)
-                if key in _WATCHED:
-                    self.watched.append((itemgetter(key), mine, pointers))
-        coded = [isinstance(update.plan.exp_avg, BlockQuantized) for update in self.updates]
-        table["block_size"] = [
-            max(1, min(getattr(u.plan.exp_avg, "block_size", 1), u.view.cols)) if code else 1
-            for u, code in zip(self.updates, coded, strict=True)
-        ]
+        table["block_size"] = [_block_size(update) for update in self.updates]
+        states = [update.state for update in self.updates]
+        for key, field in _FIELDS.items():
+            table[field] = [state[key].data_ptr() if key in state else 0 for state in states]
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note what the table was filled from, for `refresh`."""
+        self.states: Any = [update.state for update in self.updates]
+        self.layouts = Layouts([*(update.grad for update in self.updates), *self.params])
+        self.pointers = [p.data_ptr() for p in self.params]
+        self.places = Places(self._state_values(), _library())
+        sizes = [state[_BLOCK_SIZE] for state in self.states if isinstance(state.get(_BLOCK_SIZE), Tensor)]
+        self.block_sizes = np.array([x.data_ptr() for x in sizes], np.uint64), np.array(list(map(int, sizes)), np.int64)
 
     def refresh(self) -> bool:
         """Take in this step's gradients. False if the table does not fit any more: then build another one."""
-        grads: Any = [p.grad for p in self.params]
-        # Each line asks one question of all tensors at once: this runs at every step, for every parameter.
-        if not (
-            all(map(_is_here, grads))
-            and [g.layout for g in grads].count(torch.strided) == len(grads)
-            and [g.dtype for g in grads] == self.grad_dtypes
-            and [g.shape for g in grads] == self.shapes
-            and all(map(Tensor.is_contiguous, grads))
-            and not any(map(Tensor.is_neg, grads))
-            and all(map(Tensor.is_contiguous, self.params))
-            and list(map(Tensor.data_ptr, self.params)) == self.pointers
-            and _identities(self.states) == self.identities
-            and all(_pointers(key, states) == pointers for key, states, pointers in self.watched)
-            and (not any(self.block_sizes) or [_v_block_size(update) for update in self.updates] == self.block_sizes)
-        ):
+        ours = [*map(_gradient, self.params), *self.params]
+        if not self.layouts.hold(ours):
             return False
-        return self._bring_gradients(grads)
+        # Tensors of the same layout in the same place are the same to the kernels.
+        pointers = list(map(Tensor.data_ptr, ours))
+        count = len(self.params)
+        if pointers[count:] != self.pointers or not self.places.hold(self._state_values()):
+            return False
+        return self._same_block_sizes() and self._bring_gradients(pointers[:count])
 
-    def _bring_gradients(self, grads: Sequence[Tensor]) -> bool:
-        self.table["grad"] = list(map(Tensor.data_ptr, grads))
+    def _state_values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self.states)))
+
+    def _same_block_sizes(self) -> bool:
+        places, numbers = self.block_sizes
+        count = ctypes.c_int64(len(places))
+        return not len(places) or bool(_library().daypack_numbers_are(_at(places), _at(numbers), count))
+
+    def _bring_gradients(self, pointers: list[int]) -> bool:
+        """False if one is not aligned."""
+        self.table["grad"] = pointers
         return not (self.table["grad"] % self.item_sizes).any()
 
     def observe(self) -> NDArray[np.float32]:
@@ -283,25 +276,22 @@ _FIELDS = {
 }
 
 
-#: One tensor of each state stands for all of them when their storage is exchanged under them (``value.data = ...``), as
-#: wrappers that move state between devices do. Looking at every one would cost as much as a step of small parameters.
-_WATCHED = ("exp_avg_codes", "exp_avg")
+_BLOCK_SIZE = "exp_avg_sq_block_size"
+
+_gradient = attrgetter("grad")
 
 
-def _identities(states: Any) -> list[int]:
-    """Which tensors the states hold."""
-    return list(map(id, chain.from_iterable(map(dict.values, states))))
-
-
-def _pointers(key: itemgetter[Any], states: list[dict[str, Any]]) -> list[int]:
-    return list(map(Tensor.data_ptr, map(key, states)))
+def _block_size(update: Update) -> int:
+    """Elements per scale of a coded first moment; 1 where it is dense."""
+    form = update.plan.exp_avg
+    return max(1, min(form.block_size, update.view.cols)) if isinstance(form, BlockQuantized) else 1
 
 
 def _v_block_size(update: Update) -> int:
     """Columns per block mean; 0 where there are none."""
     if not isinstance(update.plan.exp_avg_sq, BlockMean):
         return 0
-    return int(update.state.get("exp_avg_sq_block_size", 0)) or default_block_size(update.view.cols)
+    return int(update.state.get(_BLOCK_SIZE, 0)) or default_block_size(update.view.cols)
 
 
 def _options(group: Any) -> tuple[float, ...]:
@@ -318,17 +308,15 @@ def reads(grad: Tensor) -> bool:
     return library() is not None and grad.dtype in TYPES and grad.layout == torch.strided and _is_plain(grad)
 
 
-def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
-    """`daypack.calibration.codebook.histogram`; the same counts."""
-    counts = np.zeros(codebook.BINS, np.int64)
+def add_histogram(counts: Tensor, grad: Tensor, view: Geometry, block_size: int) -> None:
+    """Add `daypack.calibration.codebook.histogram` to ``counts``; the same numbers."""
     sizes = (view.matrices * view.rows, view.cols, max(1, min(block_size, view.cols)))
     _library().daypack_histogram(
         ctypes.c_void_p(grad.data_ptr()),
         *map(ctypes.c_int64, (TYPES[grad.dtype], *sizes)),
         torch.get_num_threads(),
-        _at(counts),
+        ctypes.c_void_p(counts.data_ptr()),
     )
-    return torch.from_numpy(counts)
 
 
 def find_block_size(grad: Tensor, view: Geometry) -> int:

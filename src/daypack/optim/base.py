@@ -201,7 +201,8 @@ class CompressedOptimizer(Optimizer):
         key = self._key()
         if self._work is None or key != self._work_key or not self._work.refresh():
             self._work = None
-            self._work, self._work_key = Work(self._updates()), key
+            idle = [p for _, _, p in self._params() if p.grad is None]
+            self._work, self._work_key = Work(self._updates(), idle), key
         for update in self._work.rest:
             check_gradient(update.param, update.grad, update.name)
             for moment, form in update.plan.moments if update.state else ():
@@ -220,7 +221,6 @@ class CompressedOptimizer(Optimizer):
         return (
             list(map(id, params)),
             list(map(id, self.param_groups)),
-            [p.grad is None for p in params],
             list(map(id, self.state.values())),
             sizes,
             options,
@@ -346,7 +346,8 @@ class CompressedOptimizer(Optimizer):
         keys = [key for group in packed["param_groups"] for key in group["params"]]
         for key, (group, name, p) in zip(keys, self._params(), strict=True):
             if p in live:
-                packed["state"][key] |= saved.shown(p, self.plan_of(p, group, name), live[p])
+                # A new dict: what torch packs is the live one.
+                packed["state"][key] = {**packed["state"][key], **saved.shown(p, self.plan_of(p, group, name), live[p])}
         return packed
 
     @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from daypack import sharding
+from daypack.calibration.codebook import BINS
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.kernels import dispatch, reference
-from daypack.optim.exchange import total
 from daypack.projection import stepped
 from daypack.update import Update
 
@@ -55,10 +57,7 @@ class Calibration:
             return
         levels = next((v for s in states for key, v in s.items() if key.endswith("_codebook") and v.any()), None)
         if levels is None:
-            counts = total(
-                [(u.whole, dispatch.histogram(stepped(u), getattr(form, "block_size", 1))) for u, _, form in coded]
-            )
-            levels = dispatch.learn(counts, getattr(coded[0][2], "block_size", 1))
+            levels = dispatch.learn(_histogram(coded), coded[0][2].block_size)
         for update, moment, _ in coded:
             update.state[moment + "_codebook"].copy_(levels)
 
@@ -70,3 +69,14 @@ class Calibration:
             self._done[learned] = True
             return True
         return False
+
+
+def _histogram(coded: list[tuple[Update, str, BlockQuantized]]) -> Tensor:
+    """Counts over all gradients, on all ranks that hold parts of them: one collective per set of process groups."""
+    members: dict[sharding.Groups, list[tuple[Update, int]]] = {}
+    for update, _, form in coded:
+        members.setdefault(sharding.groups_of(update.whole), []).append((stepped(update), form.block_size))
+    total = torch.zeros(BINS, dtype=torch.int64)
+    for groups, updates in members.items():
+        total += sharding.add_up(groups, dispatch.histogram(updates).to(updates[0][0].param.device)).cpu()
+    return total

@@ -7,7 +7,6 @@ a rank without a gradient, with an empty part or with an error takes part like a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -110,12 +109,3 @@ class Exchange:
             if id(p) in found:
                 squares[id(found[id(p)])] = part
         return squares
-
-
-def total(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Counts of several parameters added up, also over the ranks that share them: one collective per process group."""
-    by_groups: dict[Any, Tensor] = {}
-    for p, counts in parts:
-        groups = sharding.groups_of(p)
-        by_groups[groups] = by_groups[groups] + counts if groups in by_groups else counts.clone()
-    return sum(sharding.add_up(groups, counts) for groups, counts in by_groups.items())  # type: ignore[return-value]

@@ -122,6 +122,10 @@ class GaLore(CompressedOptimizer):
         low = replace(inner.plan(torch.Size(projection.low), dtype, group, name), projection=projection)
         return low if low.nbytes(shape, dtype) < whole.nbytes(shape, dtype) else whole
 
+    def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """The inner optimizer's plan for the flat piece."""
+        return _Inner.of(group).plan(shape, dtype, group, name, flat=True)
+
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
         shape = tuple(param.shape)
         plan = self.plan(param.shape, param.dtype, group, name)
@@ -175,11 +179,12 @@ class _Inner:
         shared = {option: group[option] for option in SHARED if _shares(option, defaults)}
         return {**group, **defaults, **shared}
 
-    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str, flat: bool = False) -> ParamPlan:
         optimizer = _optimizer(self)
         if not isinstance(optimizer, CompressedOptimizer):
             return ParamPlan(ADAMW, Dense(), Dense())
-        plan = optimizer.plan(shape, dtype, self.group(group), name)
+        planned = optimizer.plan_partition if flat else optimizer.plan
+        plan = planned(shape, dtype, self.group(group), name)
         if plan.rule is ADAMW:  # It reads SHARED alone, so that kernels may know it.
             return plan
         return replace(plan, rule=_translated(plan.rule, self))

@@ -1,0 +1,61 @@
+// Both passes over a list of parameters. What is computed depends on the shapes alone, never on the number of threads.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "tiling.h"
+
+namespace daypack {
+
+// Sum of g^2 over a tile. Its row and column sums go to `rows` and `cols` where the second moment is factored; block sums
+// go to their place in the parameter's `sums`.
+double observe_tile(const Tile& tile, float* rows, float* cols);
+
+// See daypack_observe.
+void observe(const DaypackParam* params, int64_t count, int threads, float* totals);
+
+// Tables of the parameters' codebooks.
+class Codecs {
+ public:
+  // Of the parameters that `active` marks (null: all). Returns -1, or the index of one whose codebook is not usable.
+  int64_t prepare(const DaypackParam* params, int64_t count, const uint8_t* active, int threads);
+  // One pointer per parameter; null where the first moment is not coded.
+  const Codec* const* each() const { return each_.data(); }
+
+ private:
+  std::vector<const Codec*> each_;
+  std::vector<std::unique_ptr<Codec>> all_;
+};
+
+// One parameter's step, the `taken`-th of it (from 1).
+Step make_step(const DaypackOptions& options, double taken, const Codec* codec);
+
+// Makes one step after the other; most parameters of a list have options and count in common.
+class StepMaker {
+ public:
+  explicit StepMaker(const DaypackOptions* options) : options_(options) {}
+
+  Step operator()(const DaypackParam& d, const Codec* codec) {
+    const double taken = static_cast<double>(*d.step) + 1;
+    if (taken != taken_ || d.options != index_) last_ = make_step(options_[d.options], taken, nullptr);
+    taken_ = taken;
+    index_ = d.options;
+    last_.codec = codec;
+    return last_;
+  }
+
+ private:
+  const DaypackOptions* options_;
+  Step last_{};
+  double taken_ = 0;
+  int64_t index_ = -1;
+};
+
+// Combines the statistics of a tile that is a whole matrix (or, where they are not factored, any rows of one), then steps it.
+void combine_and_apply(const Tile& tile, Step step);
+
+// See daypack_apply; the codebooks are prepared.
+void apply(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
+           const uint8_t* active, int threads);
+
+}  // namespace daypack
