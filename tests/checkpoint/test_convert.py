@@ -46,9 +46,10 @@ def test_any_to_any_goes_on(case: Case, other: Case, tmp_path: Path) -> None:
     train(again, mine, [STEPS])
     assert_same(values(mine), values(params))
     lr = float(new.param_groups[0]["lr"])
+    carried = not any(entry.moment == "state" for entry in new.conversion.entries)  # else some start anew
     for name, p in params.items():
         assert p.isfinite().all(), name
-        if "sgd" not in (case.spec.name, other.spec.name):
+        if carried and "sgd" not in other.spec.name:
             assert (p - start[name]).abs().amax() <= 12 * lr if p.numel() else True, name
 
 
@@ -236,6 +237,10 @@ def test_the_optimizer_of_a_bare_state_dict_is_found() -> None:
         if case.label == "plain":
             continue
         optimizer, params = trained(case, 2)
+        if case.label == "low":
+            with pytest.raises(ValueError, match="does not tell"):
+                foreign.of_state_dict(through_file(optimizer.state_dict()), None, None, named=True)
+            continue
         found = foreign.of_state_dict(through_file(optimizer.state_dict()), None, None, named=True)
         assert found.optimizer == type(optimizer).__name__, case
         assert found.params["matrix"].shape == (24, 520)

@@ -40,7 +40,7 @@ def corner(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.detach()[CORNER[name]]
 
 
-@moments
+@pytest.mark.parametrize("case", [c for c in CASES if c.label not in ("plain", "low")], ids=str)
 def test_kept_elements_go_on_and_new_ones_are_sane(case: Case) -> None:
     optimizer, params = trained(case)
     mine = parameters(shapes=NEW)
@@ -75,7 +75,7 @@ def test_kept_elements_go_on_and_new_ones_are_sane(case: Case) -> None:
         elif case.label == "factored" and len(OLD[name]) == 2:  # v of kept elements moves only with the new gradients
             moved = (corner(name, mine[name]) - before[name][CORNER[name]]).norm()
             assert (corner(name, mine[name]) - theirs).norm() < 0.3 * moved
-    if case.spec.namesake is torch.optim.SGD:
+    if case.spec.namesake not in (torch.optim.AdamW, torch.optim.Adam):
         return
     bound = 0.1 / 0.001**0.5
     for name in ("a.weight", "c", "conv"):
@@ -158,7 +158,7 @@ def test_another_optimizer_on_the_way(case: Case) -> None:
         mine = parameters(shapes=NEW)
         new = daypack.create(name, mine.items(), lr=1e-3)
         report = daypack.transplant(optimizer, new)
-        assert ("no second moment" in str(report)) == (case.spec.name == "sgd")
+        assert ("no second moment" in str(report)) == (case.spec.name in ("sgd", "sgd8bit", "lion8bit"))
         train_on(new, mine, 3, 5)
         assert all(p.isfinite().all() for p in mine.values())
 

@@ -204,7 +204,19 @@ def _bitsandbytes(flat: Mapping[str, Any], index: str) -> Value:
 
 
 def _shape(state: Mapping[str, Value]) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a parameter, as far as its state tells."""
+    """Shape and dtype of a parameter, as far as its state tells.
+
+    Raises:
+        ValueError: it does not tell.
+    """
+    if "basis" in state:
+        raise ValueError(
+            "low-rank state does not tell the shapes of its parameters; give a file of daypack.checkpoint.save_file or "
+            "of daypack train"
+        )
+    row, col = state.get("exp_avg_sq_row"), state.get("exp_avg_sq_col")
+    if "exp_avg" not in state and "exp_avg_codes" not in state and isinstance(row, Stored) and isinstance(col, Stored):
+        return (*row.shape, col.shape[-1]), torch.float64 if row.dtype == torch.float64 else torch.float32
     for key in ("exp_avg", "momentum_buffer", "exp_avg_codes", "exp_avg_sq"):
         value = state.get(key)
         if isinstance(value, (Stored, Tensor)):
