@@ -1,5 +1,7 @@
 """daypack: optimizer state as a first-class object for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from torch.optim import SGD, Adam, AdamW
 
 from daypack.optim.adafactor import Adafactor
@@ -13,6 +15,10 @@ from daypack.optim.registry import create, materialize_state, names
 from daypack.planner.estimate import estimate_state
 from daypack.planner.memory import plan_memory as plan
 from daypack.planner.report import state_report
+
+if TYPE_CHECKING:
+    from daypack import checkpoint
+    from daypack.checkpoint import convert, transplant
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,6 +34,8 @@ __all__ = [
     "Gefen",
     "Lion8bit",
     "SGD8bit",
+    "checkpoint",
+    "convert",
     "create",
     "estimate_state",
     "materialize_state",
@@ -35,4 +43,17 @@ __all__ = [
     "param_groups",
     "plan",
     "state_report",
+    "transplant",
 ]
+
+_LATE = ("checkpoint", "convert", "transplant")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what few programs use when it is first asked for."""
+    if name in _LATE:
+        import importlib
+
+        room = importlib.import_module("daypack.checkpoint")
+        return room if name == "checkpoint" else getattr(room, name)
+    raise AttributeError(f"module 'daypack' has no attribute {name!r}")

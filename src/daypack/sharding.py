@@ -87,6 +87,26 @@ def _local(tensor: Tensor) -> tuple[tuple[int, ...], int]:
     return tuple(shape), offset[0] if offset else 0
 
 
+def rows_of(tensor: Tensor) -> tuple[tuple[int, int], bool]:
+    """The rows of dim 0 of a whole tensor that are here, and whether this rank is the first one that holds them."""
+    if not is_distributed(tensor):
+        return (0, tensor.shape[0] if tensor.dim() else 1), True
+    shape, start = _local(tensor)
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    copies = [mesh.get_local_rank(dim) for dim, placement in enumerate(placements) if placement.is_replicate()]
+    start = start if shape[0] else 0
+    return (start, start + shape[0]), not any(copies)
+
+
+def rank_of(params: Sequence[Tensor]) -> tuple[int, int]:
+    """This process's rank and the number of ranks where any of ``params`` is a DTensor; else 0 and 1."""
+    if not any(map(is_distributed, params)):
+        return 0, 1
+    import torch.distributed
+
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
 def wrap(param: Tensor, local: Tensor, spec: ComponentSpec) -> Tensor:
     """``local`` as a state tensor of ``param``; ``spec`` is that of the whole parameter."""
     if not (is_distributed(param) and spec.follows):

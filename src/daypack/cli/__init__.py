@@ -1,4 +1,4 @@
-"""The command line: `daypack compare`, `daypack train` and `daypack plan`."""
+"""The command line: `daypack compare`, `train` and `plan`, and commands on files of optimizer state."""
 
 import sys
 from typing import TextIO

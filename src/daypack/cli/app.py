@@ -8,6 +8,7 @@ import typer
 import daypack
 from daypack.cli import compare as compare_command
 from daypack.cli import plan as plan_command
+from daypack.cli import state as state_commands
 from daypack.cli import train as train_command
 from daypack.training import TrainConfig, presets
 from daypack.training.config import dtypes
@@ -184,3 +185,7 @@ def train(
         "parallel": parallel,
     }
     return train_command.run(given, out=out, name=name, resumed=resume, checkpoint_every=checkpoint_every)
+
+
+for command in state_commands.COMMANDS:
+    app.command()(command)

@@ -41,6 +41,7 @@ class Keep:
         """A copy where the state of ``param`` lives, sharded as ``param`` is."""
         part = sharding.place(param, self.tensor.detach(), self.spec)
         fresh = part.to(self.spec.device(param.device), copy=True, memory_format=torch.contiguous_format)
+        self.tensor = fresh  # the saved one is needed no more
         return sharding.wrap(param, fresh, self.spec)
 
 

@@ -1,0 +1,316 @@
+"""Carrying state over into another optimizer: any to any, through the formats, without code for pairs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from daypack import sharding
+from daypack.calibration.codebook import histogram
+from daypack.checkpoint import foreign, moments
+from daypack.checkpoint.moments import MEANINGS, MOMENTS, UNCOUNTED, Layout, Numbers
+from daypack.checkpoint.report import Report
+from daypack.checkpoint.snapshot import ParamState, Snapshot, names_of
+from daypack.formats.base import geometry
+from daypack.kernels import dispatch
+from daypack.optim.base import CompressedOptimizer
+from daypack.optim.registry import REGISTRY, create
+from daypack.update import ParamPlan
+
+_UNSTEPPED = "it was never stepped"
+#: Options that mean the same wherever a constructor has them. All others keep the new optimizer's defaults.
+SHARED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "nonfinite")
+
+
+def convert(optimizer: Optimizer, name: str, **options: Any) -> Optimizer:
+    """A new optimizer over the same parameters and groups that goes on where ``optimizer`` stands.
+
+    Moments are decoded, scaled where the new rule means something else by them, and stored in the new formats; steps
+    are carried over. ``result.conversion`` is a `Report`. The old optimizer is left as it is; learning-rate schedulers
+    refer to it and must be built again.
+
+    Args:
+        optimizer: one of daypack's, torch's Adam, AdamW or SGD, or one of bitsandbytes' or torchao's.
+        name: as for `daypack.create`.
+        options: of the new optimizer; others come from the old groups where both have them.
+
+    Raises:
+        ValueError: an unknown optimizer, options that do not fit, or sharded parameters.
+    """
+    if any(sharding.is_distributed(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "the parameters are sharded; save them with daypack.checkpoint.save_file, put the shards together with "
+            "`daypack consolidate`, convert the file with `daypack convert`, and load it"
+        )
+    source = foreign.take(optimizer)
+    groups = []
+    for (old, _), live in zip(source.groups, optimizer.param_groups, strict=True):
+        params = list(live["params"])
+        if "param_names" in live:
+            params = list(zip(live["param_names"], params, strict=True))
+        groups.append({**kept_options(old, source, name, options), "params": params})
+    target = create(name, groups, **options)
+    target.conversion = fill(target, source)  # type: ignore[attr-defined]
+    return target
+
+
+def convert_snapshot(source: Snapshot, name: str, **options: Any) -> tuple[Optimizer, Report]:
+    """`convert` without the parameters: an optimizer over parameters that hold nothing, to be saved."""
+    groups = [(kept_options(old, source, name, options), members) for old, members in source.groups]
+    target = hollow(name, groups, source.params, source.named, options)
+    return target, fill(target, source)
+
+
+def hollow(
+    name: str,
+    groups: list[tuple[dict[str, Any], tuple[str, ...]]],
+    params: Mapping[str, ParamState],
+    named: bool,
+    options: Mapping[str, Any],
+) -> Optimizer:
+    """An optimizer over parameters of the right shapes whose memory is never touched."""
+
+    def make(member: str) -> Any:
+        entry = params[member]
+        empty = torch.empty(entry.shape, dtype=entry.dtype)
+        p = Parameter(empty, requires_grad=entry.dtype.is_floating_point)
+        return (member, p) if named else p
+
+    return create(
+        name, [{**group, "params": [make(member) for member in members]} for group, members in groups], **options
+    )
+
+
+def kept_options(old: Mapping[str, Any], source: Snapshot, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of the new optimizer takes over: shared options, and what is no option of the old one's."""
+    if name not in REGISTRY:
+        create(name, [])  # raises
+    new = inspect.signature(REGISTRY[name]).parameters
+    for option in options:
+        if option not in new or option == "params":
+            raise ValueError(
+                f"{name} has no option {option!r}; it has {', '.join(key for key in new if key != 'params')}"
+            )
+    known = foreign.options_of(source)
+    kept = {}
+    for key, value in old.items():
+        shared = key in SHARED and key in new and isinstance(value, tuple) == isinstance(new[key].default, tuple)
+        extra = key not in known and key not in new and key not in ("rule", "decoupled_weight_decay")
+        if (shared or extra) and key not in options:
+            kept[key] = value
+    return kept
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the state of one target parameter is made from.
+
+    Attributes:
+        moments: by name, as numbers of the target's shape, unbiased means of g and of g^2.
+        step: steps taken.
+        note: why moments are missing.
+        grown: whether some numbers were not in the old state.
+        plan: of daypack's optimizers; state of an equal plan is taken over as it is.
+        state: that state.
+        options: of its group.
+    """
+
+    moments: Mapping[str, Callable[[float], Numbers]]
+    step: int
+    note: str = ""
+    grown: bool = False
+    plan: ParamPlan | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+#: The source of the target parameter of a name, shape and dtype; None: it starts anew.
+Find = Callable[[str, tuple[int, ...], torch.dtype], "Source | None"]
+
+
+class Sources:
+    """The parameters of a snapshot, read one at a time."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self._layout = foreign.layouts(snapshot)
+        self._options = {name: options for options, names in snapshot.groups for name in names}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Source | None:
+        """The state of ``name`` for a parameter of the same shape.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        entry = self.snapshot.params.get(name)
+        if entry is None or not entry.state:
+            return None
+        if entry.shape != shape:
+            raise ValueError(f"parameter {name} has shape {shape}, its state is of shape {entry.shape}; transplant it")
+        return self.read(name)
+
+    def read(self, name: str) -> Source:
+        entry, options = self.snapshot.params[name], self._options[name]
+        found, view = self._layout(name), geometry(entry.shape)
+        state = moments.load_entry(entry.state, found, view)
+        step = int(state.get("step") or 0) if found.counts else UNCOUNTED
+        result = {}
+        for index, moment in enumerate(MOMENTS):
+            meaning = MEANINGS.get(found.rule, (None, None))[index]
+            at = found.moments.get(moment)
+            if at is None or meaning is None or step == 0 or state.get(at.key, 0) is None:
+                continue
+
+            def of(wanted: float, at: moments.Moment = at, own: float = meaning(options, step)) -> Numbers:
+                return moments.numbers(state, at, view, entry.dtype, 1.0 if own == wanted else own / wanted)
+
+            result[moment] = of
+        return Source(result, step, found.note, plan=found.plan, state=state, options=options)
+
+
+def fill(target: Optimizer, snapshot: Snapshot, find: Find | None = None) -> Report:
+    """Give every parameter of ``target``, a fresh optimizer, the state that ``find`` has for it."""
+    sources = Sources(snapshot)
+    find = find or sources.get
+    filler = _Filler(target, find, snapshot.optimizer)
+    filler.run()
+    return filler.report
+
+
+class _Filler:
+    """One pass that learns the codebook where one is needed, and one that writes."""
+
+    def __init__(self, target: Optimizer, find: Find, origin: str) -> None:
+        self.target, self.find, self.origin, self.report = target, find, origin, Report()
+        names, _ = names_of(target)
+        self.params: list[tuple[str, Tensor, dict[str, Any]]] = [
+            (name, p, group)
+            for members, group in zip(names, target.param_groups, strict=True)
+            for name, p in zip(members, group["params"], strict=True)
+        ]
+
+    def run(self) -> None:
+        if isinstance(self.target, CompressedOptimizer):
+            self.target.materialize_state()
+        levels = self._codebook()
+        for name, p, group in self.params:
+            source = self.find(name, tuple(p.shape), p.dtype) if p.requires_grad else None
+            if source is not None:
+                self._fill(name, p, group, source, levels)
+            elif p.requires_grad:
+                self.report.add(name, "state", "new", note="it has no state in the source")
+
+    def _layout(self, name: str, p: Tensor, group: dict[str, Any]) -> Layout:
+        return moments.layout(self.target, group, tuple(p.shape), p.dtype, name)
+
+    def _missing(self, found: Layout, source: Source) -> str:
+        """Why a parameter must start anew; empty if it need not."""
+        if found.note or source.note:
+            return found.note or source.note
+        if source.step == 0:
+            return _UNSTEPPED
+        if "exp_avg_sq" in found.moments and "exp_avg_sq" not in source.moments:
+            return f"{self.origin} keeps no second moment to divide by, so the parameter starts anew at step 0"
+        return ""
+
+    def _wanted(self, found: Layout, group: dict[str, Any], source: Source) -> dict[str, Numbers]:
+        """The moments of a target parameter, as it means them."""
+        result = {}
+        for moment in found.moments:
+            meaning = MEANINGS.get(found.rule, (None, None))[MOMENTS.index(moment)]
+            if moment in source.moments and meaning is not None:
+                result[moment] = source.moments[moment](meaning(group, source.step))
+        return result
+
+    def _codebook(self) -> Tensor | None:
+        """The levels that learned codebooks of the target take: one of the source, else one for the moments to come."""
+        counts, size = None, 0
+        for name, p, group in self.params:
+            found = self._layout(name, p, group)
+            at = found.moments.get("exp_avg")
+            if at is None or not p.requires_grad or not isinstance(self.target, CompressedOptimizer):
+                continue
+            if (self.target.state[p].get(at.key + "_codebook")) is None:
+                continue
+            source = self.find(name, tuple(p.shape), p.dtype)
+            wanted = self._wanted(found, group, source) if source and not self._missing(found, source) else {}
+            if "exp_avg" not in wanted:
+                continue
+            known = _levels_of(wanted["exp_avg"])
+            if known is not None:
+                return known
+            size = size or int(getattr(at.form, "block_size", 1))
+            part = histogram(wanted["exp_avg"].whole(), wanted["exp_avg"].view, size)
+            counts = part if counts is None else counts + part
+        return None if counts is None else dispatch.learn(counts.cpu(), size)
+
+    @torch.no_grad()
+    def _fill(self, name: str, p: Tensor, group: dict[str, Any], source: Source, levels: Tensor | None) -> None:
+        found = self._layout(name, p, group)
+        if _is_same(found, group, source):
+            for key, value in source.state.items():
+                own = self.target.state[p].get(key)
+                device = own.device if isinstance(own, Tensor) else p.device
+                self.target.state[p][key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
+            for moment in found.moments or ("state",):
+                self.report.add(name, moment, "exact")
+            return
+        missing = self._missing(found, source)
+        if missing:
+            self.report.add(name, "state", "new" if missing == _UNSTEPPED else "dropped", note=missing)
+            return
+        wanted, state = self._wanted(found, group, source), self._state(p, found, source)
+        for moment, at in found.moments.items():
+            if moment not in wanted:
+                self.report.add(name, moment, "new", note=f"{self.origin} has no such moment; it starts at 0")
+                continue
+            codebook = state.get(at.key + "_codebook")
+            if codebook is not None and levels is not None and wanted[moment].any():
+                codebook.copy_(levels)
+            error = moments.write(state, at, wanted[moment], source.step)
+            self.report.add(name, moment, _outcome(wanted[moment], at, error, source.grown), error)
+        for moment in source.moments.keys() - found.moments.keys():
+            self.report.add(name, moment, "dropped", note=f"{type(self.target).__name__} keeps none")
+
+    def _state(self, p: Tensor, found: Layout, source: Source) -> dict[str, Any]:
+        """The state of a parameter before its moments are written."""
+        step = torch.tensor(float(source.step), dtype=torch.float32)
+        state: dict[str, Any] = self.target.state[p]
+        if isinstance(self.target, CompressedOptimizer):
+            state["step"] = step
+        else:
+            state |= {"step": step} if found.counts else {}
+            state |= {at.key: torch.zeros_like(p) for at in found.moments.values()}
+        return state
+
+
+def _is_same(found: Layout, group: dict[str, Any], source: Source) -> bool:
+    """Whether the target stores and means just what the source does."""
+    if found.plan is None or found.plan != source.plan or source.step == 0:
+        return False
+    return moments.same_scales(found.plan, group, source.options, source.step)
+
+
+def _levels_of(source: Numbers) -> Tensor | None:
+    """The learned codebook that a moment is stored with."""
+    if source.stored is None:
+        return None
+    form, key, state = source.stored
+    levels = form.learned(dict(state), key) if key + "_codebook" in state else None
+    return levels if levels is not None and bool(levels.any()) else None
+
+
+def _outcome(source: Numbers, at: moments.Moment, error: float, grown: bool) -> Any:
+    if grown:
+        return "grown"
+    if error:
+        return "requantised"
+    alike = source.stored is not None and source.stored[0] == at.form
+    return "expanded" if source.compressed and not alike else "exact"

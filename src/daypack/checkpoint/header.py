@@ -1,0 +1,202 @@
+"""The schema of a file: what `docs/checkpoint-format.md` describes, as JSON text and back."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daypack.checkpoint import values
+from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
+
+FORMAT = "daypack optimizer state"
+VERSION = 1
+#: Keys of the safetensors metadata: the header, and the CRC-32 of its text.
+HEADER, CHECKSUM = "daypack", "crc32"
+#: Bytes of a stored tensor under one checksum: some rows can be read and checked without the rest.
+RUN = 1 << 22
+#: Tensors of at most this many bytes that are equal (codebooks) are stored once, where they are whole on every rank.
+SHARED_BYTES = 4096
+
+
+#: What reading a header of another structure than ours may raise, beside ValueError.
+Malformed = (KeyError, TypeError, AttributeError, IndexError, RecursionError, RuntimeError, OverflowError)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, or the rows of one, as it stands in a file: ``start`` is the place of its first row in the whole."""
+
+    name: str
+    value: Stored
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.value.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.value.dtype.itemsize
+
+    def read(self) -> Tensor:
+        return self.value.read(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+        common: what all shards of one checkpoint say alike: optimizer, groups, parameters, split tensors.
+        index: number of this shard, from 0.
+        count: number of shards; 1 is a whole file.
+        rows: the rows of each split tensor that stand here, ``name: (start, stop)``.
+        crc: checksums of the runs of each tensor here, 8 hexadecimal digits each.
+    """
+
+    common: Mapping[str, Any]
+    index: int
+    count: int
+    rows: Mapping[str, tuple[int, int]]
+    crc: Mapping[str, str]
+
+    def text(self) -> str:
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            **self.common,
+            "shard": [self.index, self.count],
+            "rows": {name: list(span) for name, span in self.rows.items()},
+            "crc32": dict(self.crc),
+        }
+        return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def runs(nbytes: int) -> int:
+    """Checksums of a tensor of so many bytes."""
+    return ceil(nbytes / RUN)
+
+
+def seed(name: str, dtype: torch.dtype, shape: tuple[int, ...], run: int) -> int:
+    """What a run's checksum starts from: a tensor under another name, dtype or shape does not match either."""
+    return zlib.crc32(f"{name} {values.name_of(dtype)} {list(shape)} {run}".encode())
+
+
+def describe(snapshot: Snapshot, count: int) -> tuple[dict[str, Any], list[Part]]:
+    """What all shards say alike, and the tensors of one of ``count`` (whole ones go to the first), in order."""
+    known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str] = {}
+    params: dict[str, Any] = {}
+    parts: list[Part] = []
+    split: dict[str, Any] = {}
+    for name, param in snapshot.params.items():
+        state: dict[str, Any] = {}
+        for key, value in param.state.items():
+            tensor = f"{name}.{key}"
+            if not isinstance(value, Stored):
+                state[key] = {"number": values.encode(value, f"{key} of parameter {name}")}
+                continue
+            start, stop = value.held or (0, value.shape[0])
+            state[key] = _shared(known, tensor, value)
+            if count > 1 and value.follows:
+                split[tensor] = [values.name_of(value.dtype), list(value.shape)]
+            if state[key] == tensor and not (count > 1 and value.follows and start == stop):
+                parts.append(Part(tensor, value, start, stop))
+        params[name] = {"shape": list(param.shape), "dtype": values.name_of(param.dtype), "state": state}
+        whole = [key for key, value in param.state.items() if isinstance(value, Stored) and not value.follows]
+        if whole:
+            params[name]["whole"] = whole
+    groups = [
+        {"options": {key: values.encode(value, f"option {key}") for key, value in options.items()}, "params": [*names]}
+        for options, names in snapshot.groups
+    ]
+    common = {
+        "optimizer": snapshot.optimizer,
+        "named": snapshot.named,
+        "groups": groups,
+        "params": params,
+        "split": split,
+        "metadata": dict(snapshot.metadata),
+    }
+    # Wide numbers first, as safetensors wants it, so that each stands at a multiple of its size.
+    return common, sorted(parts, key=lambda part: (-part.value.dtype.itemsize, part.name))
+
+
+def _shared(known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str], tensor: str, value: Stored) -> str:
+    """The name that a tensor is stored under: its own, or that of an equal one before it."""
+    if value.follows or value.nbytes > SHARED_BYTES:
+        return tensor
+    content = value.whole().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return known.setdefault((value.dtype, value.shape, content), tensor)
+
+
+def parse(metadata: Mapping[str, str] | None) -> Header:
+    """The header of a file, its structure checked.
+
+    Raises:
+        ValueError: not one of these files, of another version, or damaged.
+        Malformed: what comes of reading a text with another structure.
+    """
+    if not metadata or HEADER not in metadata:
+        raise ValueError("it is a safetensors file, but not of optimizer state that daypack saved")
+    text = metadata[HEADER]
+    if metadata.get(CHECKSUM) != checksum(text):
+        raise ValueError("the checksum of its header is wrong")
+    content = json.loads(text)
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r:.60}, not {FORMAT!r}")
+    if content["version"] != VERSION:
+        raise ValueError(f"it has version {content['version']!r:.20}, this daypack reads {VERSION}; use a newer one")
+    common = {key: content[key] for key in ("optimizer", "named", "groups", "params", "split", "metadata")}
+    index, count = content["shard"]
+    if not 0 <= index < count:
+        raise ValueError(f"it says that it is shard {index + 1} of {count}")
+    rows = {name: (int(start), int(stop)) for name, (start, stop) in content["rows"].items()}
+    return Header(common, index, count, rows, {str(name): str(crc) for name, crc in content["crc32"].items()})
+
+
+def checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def snapshot_of(common: Mapping[str, Any], find: Mapping[str, Stored]) -> Snapshot:
+    """The state that a header describes; ``find`` has its tensors by name.
+
+    Raises:
+        ValueError: the header contradicts itself, or lacks a tensor.
+        Malformed: what comes of reading a text with another structure.
+    """
+    params = {str(name): _param(name, entry, find) for name, entry in common["params"].items()}
+    groups = tuple(
+        ({key: values.decode(value) for key, value in group["options"].items()}, tuple(map(str, group["params"])))
+        for group in common["groups"]
+    )
+    listed = [name for _, names in groups for name in names]
+    if sorted(listed) != sorted(params):
+        raise ValueError("its groups do not list each of its parameters once")
+    metadata = {str(key): str(value) for key, value in common["metadata"].items()}
+    return Snapshot(str(common["optimizer"]), groups, params, bool(common["named"]), metadata)
+
+
+def _param(name: str, entry: Mapping[str, Any], find: Mapping[str, Stored]) -> ParamState:
+    whole = {*entry.get("whole", ())}
+    state: dict[str, Value] = {}
+    for key, value in entry["state"].items():
+        if isinstance(value, str):
+            if value not in find:
+                raise ValueError(f"tensor {value} is missing ({key} of parameter {name})")
+            found = find[value]
+            state[str(key)] = Stored(found.shape, found.dtype, found.read, key not in whole, found.held)
+        else:
+            state[str(key)] = values.decode(value["number"])
+    shape = tuple(int(size) for size in entry["shape"])
+    if any(size < 0 for size in shape):
+        raise ValueError(f"parameter {name} has shape {shape}")
+    return ParamState(shape, values.dtype_of(entry["dtype"]), state)

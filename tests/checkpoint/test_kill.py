@@ -1,0 +1,51 @@
+"""Killed at any moment of any write, a job goes on from a complete checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import daypack
+
+from ..conformance.scene import parameters, train
+
+SHAPES = {f"layer.{i}": (256, 512) for i in range(4)} | {"bias": (300,)}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_twenty_kills(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.killing", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    kills, partial, steps = map(int, result.stdout.split())
+    assert kills == 20
+    assert partial >= 5  # in the middle of a write
+    assert steps >= 5  # and writes came to their end as well
+
+
+@pytest.mark.parametrize("name", ["gefen", "adamw"])
+def test_a_failed_write_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = daypack.create(name, params.items())
+    train(optimizer, params, [0])
+    path = tmp_path / "state.safetensors"
+    daypack.checkpoint.save_file(optimizer, path)
+    before = path.read_bytes()
+    train(optimizer, params, [1])
+
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("daypack.checkpoint.file._write_tensor", full)
+    with pytest.raises(ValueError, match="No space left"):
+        daypack.checkpoint.save_file(optimizer, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
