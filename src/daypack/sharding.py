@@ -75,6 +75,11 @@ def local_view(param: Tensor, plan: ParamPlan) -> Geometry:
     view = plan.view(param.shape)
     if not is_distributed(param):
         return view
+    if plan.projection:
+        raise ValueError(
+            f"a DTensor of shape {tuple(param.shape)} cannot be projected: its gradient is in parts; give its group "
+            "rank=None, or use DDP"
+        )
     shape, start = _local(param)
     return view.shard(shape, start)
 

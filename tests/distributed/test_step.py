@@ -160,11 +160,13 @@ def column_shards() -> None:
     from torch.distributed.tensor import distribute_tensor
 
     params["column"] = Parameter(distribute_tensor(torch.zeros(8, 512), mesh(), [Shard(1)]))
+    with pytest.raises(ValueError, match=r"a DTensor of shape \(37, 520\) cannot be projected.*rank=None"):
+        daypack.materialize_state(create({"matrix": params["matrix"]}, "galore", rank=4))
     with pytest.raises(ValueError, match=r"parameter column is a DTensor placed as .*shard it along dim 0"):
         create(params, "gefen")
 
 
-def test_column_shards_are_refused_with_the_remedy() -> None:
+def test_column_shards_and_projections_are_refused_with_the_remedy() -> None:
     run(2, column_shards)
 
 
