@@ -22,6 +22,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "conv": (6, 16, 3, 3),
     "experts": (4, 24, 64),
     "embedding": (301, 32),
+    "striped": (24, 1024),
     "vector": (130,),
     "one": (1,),
 }
@@ -68,15 +69,23 @@ def content(params: Params, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     return found
 
 
-def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+#: State that needs nothing from other ranks, and is equal to the bit.
+ALONE = ("_codes", "_scale", "_codebook", "step", "_row", "_block", "exp_avg")
+
+
+def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], alone: tuple[str, ...] = ALONE) -> None:
     """Equal to the bit but for sums over ranks, whose order differs, and for what follows from them."""
     assert list(ours) == list(theirs)
     for key, a in ours.items():
         b = theirs[key]
         assert a.shape == b.shape, key
         assert a.dtype == b.dtype, key
-        if key.endswith(("_codes", "_scale", "_codebook", "step", "_row", "_block", "exp_avg")):
+        if key.endswith(alone):
             assert torch.equal(a, b), (key, int((a != b).sum()), a.numel())
+        elif a.dtype == torch.uint8:
+            # A value between two levels may fall to either side.
+            apart = (a.int() - b.int()).abs()
+            assert int((apart > 0).sum()) <= max(2, 0.005 * a.numel()), key
         else:
-            ulp = 2.0**-8 if a.dtype == torch.bfloat16 else 2.0**-21
-            assert torch.allclose(a.double(), b.double(), rtol=ulp, atol=1e-7), key
+            ulp = 2.0**-7 if a.dtype == torch.bfloat16 else 2.0**-20
+            assert torch.allclose(a.double(), b.double(), rtol=ulp, atol=1e-7), (key, a, b)

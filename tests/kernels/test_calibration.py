@@ -63,4 +63,4 @@ def test_histogram_is_the_same(cpu: str, dtype: torch.dtype, shape: tuple[int, .
 def test_block_size_is_the_same(cpu: str, dtype: torch.dtype, rows: int, cols: int, period: int) -> None:
     g = (structured(rows, cols, period, "s") if period else noise((rows, cols), "flat")).to(dtype)
     view = geometry((rows, cols))
-    assert native.find_block_size(g, view) == blocks.find_block_size(g, view)
+    assert blocks.block_size_from_scores(view.cols, native.block_scores(g, view)) == blocks.find_block_size(g, view)

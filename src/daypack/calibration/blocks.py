@@ -56,15 +56,14 @@ def find_block_size(grad: Tensor, view: Geometry) -> int:
     Differs from the published search, which runs over the flattened tensor: differences stay within a row (so that
     they add up over row shards), block sizes are multiples of 16, and no structure means 256 instead of 1.
     """
-    sizes = candidates(view.cols)
-    if len(sizes) < 3:
-        return default_block_size(view.cols)
-    return block_size_from_scores(view.cols, _scores(grad, view, sizes))
+    return block_size_from_scores(view.cols, block_scores(grad, view))
 
 
 def block_size_from_scores(cols: int, scores: Sequence[float]) -> int:
     """The size that `find_block_size` chooses, given a score for each of the `candidates`."""
     sizes = candidates(cols)
+    if len(sizes) < 3:
+        return default_block_size(cols)
     peaks = [i for i in range(1, len(sizes) - 1) if scores[i] > scores[i - 1] and scores[i] > scores[i + 1]]
     if not peaks:
         return default_block_size(cols)
@@ -72,14 +71,16 @@ def block_size_from_scores(cols: int, scores: Sequence[float]) -> int:
     return next((size for size in sizes if size > _LARGE and best % size == 0), best)
 
 
-def _scores(grad: Tensor, view: Geometry, sizes: tuple[int, ...]) -> list[float]:
+def block_scores(grad: Tensor, view: Geometry) -> list[float]:
+    """The score of each of the `candidates`, the mean over the rows that are here; zeros without rows."""
+    sizes = candidates(view.cols)
     totals = torch.zeros(len(sizes), dtype=torch.float64, device=grad.device)
     for chunk in chunks(view):
         g = read(grad, view, chunk).to(accumulator(grad.dtype))
         fine = blocked(g.square().add_(_LOG_FLOOR).log_(), FINEST).mean(-1)
         for i, size in enumerate(sizes):
             totals[i] += blocked(fine, size // FINEST).mean(-1).diff(dim=-1).abs().sum(dtype=torch.float64)
-    rows = view.matrices * view.rows
+    rows = max(view.matrices * view.rows, 1)
     return [
         total / (rows * (block_count(view.cols, size) - 1)) for total, size in zip(totals.tolist(), sizes, strict=True)
     ]

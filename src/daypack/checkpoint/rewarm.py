@@ -11,7 +11,7 @@ class Rewarm:
     """Scales the learning rate during the next steps of ``optimizer``, whatever scheduler sets it, then goes away.
 
     Without state, Adam's first updates are signs of single gradients, each element moving by the whole learning rate:
-    harmless at the start of training, a bump of the loss in the middle of it. Over ``rise`` steps the learning rate comes
+    harmless at the start of training, a bump of the loss in the middle of it. Over ``rise`` steps the rate comes
     back linearly; for ``observe`` steps before them moments are gathered while the parameters stand still (rate 0),
     which by itself helps little (docs/resume.md has the figures).
 

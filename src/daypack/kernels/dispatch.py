@@ -191,7 +191,7 @@ def learn(counts: Tensor, block_size: int) -> Tensor:
     return codebook.learn(counts, block_size, solve)
 
 
-def find_block_size(update: Update) -> int:
-    """The block size of an update's second moment, from its gradient."""
-    find = native.find_block_size if _reads(update) else blocks.find_block_size
-    return find(update.grad, update.view)
+def block_scores(update: Update) -> list[float]:
+    """The scores of the block sizes that an update's second moment may have, from its gradient."""
+    score = native.block_scores if _reads(update) else blocks.block_scores
+    return score(update.grad, update.view)

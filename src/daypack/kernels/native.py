@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daypack.calibration import codebook
-from daypack.calibration.blocks import block_size_from_scores, candidates, default_block_size
+from daypack.calibration.blocks import candidates, default_block_size
 from daypack.formats.base import Geometry
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
@@ -319,11 +319,11 @@ def add_histogram(counts: Tensor, grad: Tensor, view: Geometry, block_size: int)
     )
 
 
-def find_block_size(grad: Tensor, view: Geometry) -> int:
-    """`daypack.calibration.blocks.find_block_size`; scores agree to about 1e-6."""
+def block_scores(grad: Tensor, view: Geometry) -> list[float]:
+    """`daypack.calibration.blocks.block_scores`, to about 1e-6."""
     sizes = np.array(candidates(view.cols), np.int64)
     scores = np.zeros(len(sizes))
-    if len(sizes) > 2:
+    if len(sizes) and grad.numel():
         _library().daypack_block_scores(
             ctypes.c_void_p(grad.data_ptr()),
             *map(ctypes.c_int64, (TYPES[grad.dtype], view.matrices * view.rows, view.cols)),
@@ -332,7 +332,8 @@ def find_block_size(grad: Tensor, view: Geometry) -> int:
             torch.get_num_threads(),
             _at(scores),
         )
-    return block_size_from_scores(view.cols, scores.tolist())
+    found: list[float] = scores.tolist()
+    return found
 
 
 def optimal_levels(weights: NDArray[np.float64], levels: int) -> NDArray[np.float64]:

@@ -346,8 +346,8 @@ class CompressedOptimizer(Optimizer):
         keys = [key for group in packed["param_groups"] for key in group["params"]]
         for key, (group, name, p) in zip(keys, self._params(), strict=True):
             if p in live:
-                # A new dict: what torch packs is the live one.
-                packed["state"][key] = {**packed["state"][key], **saved.shown(p, self.plan_of(p, group, name), live[p])}
+                # Another dict than the live one, which torch hands out.
+                packed["state"][key] = {**live[p], **saved.shown(p, self.plan_of(p, group, name), live[p])}
         return packed
 
     @torch._disable_dynamo  # type: ignore[attr-defined]

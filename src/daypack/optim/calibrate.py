@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from daypack import sharding
+from daypack.calibration.blocks import block_size_from_scores
 from daypack.calibration.codebook import BINS
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
@@ -47,7 +48,7 @@ class Calibration:
         )
         resized = [(update, moment, form) for update, moment, form in fresh if isinstance(form, BlockMean)]
         for update, moment, form in resized:
-            form.resize_(update.state, moment, update.view, dispatch.find_block_size(stepped(update)))
+            form.resize_(update.state, moment, update.view, _block_size(update))
         return bool(resized)
 
     def _learn_codebook(
@@ -80,3 +81,12 @@ def _histogram(coded: list[tuple[Update, str, BlockQuantized]]) -> Tensor:
     for groups, updates in members.items():
         total += sharding.add_up(groups, dispatch.histogram(updates).to(updates[0][0].param.device)).cpu()
     return total
+
+
+def _block_size(update: Update) -> int:
+    """The size of the blocks that share a second moment, from the gradient's rows on all ranks."""
+    low = stepped(update)
+    rows = low.view.matrices * low.view.rows
+    scores = torch.tensor([*dispatch.block_scores(low), 1.0], dtype=torch.float64, device=low.param.device) * rows
+    *sums, count = sharding.add_up(sharding.groups_of(update.whole), scores).tolist()
+    return block_size_from_scores(low.view.cols, [part / count for part in sums])
