@@ -62,7 +62,7 @@ def cell(optimizer: str, kind: str, seed: int) -> dict[str, Any]:
         if kind == "transplanted":
             daypack.transplant(old, job.optimizer)
         elif kind.endswith("Rewarm"):
-            Rewarm(job.optimizer)
+            Rewarm(job.optimizer, 10, 50)
         return proceed(job, LENGTH)
 
 

@@ -11,8 +11,9 @@ class Rewarm:
     """Scales the learning rate during the next steps of ``optimizer``, whatever scheduler sets it, then goes away.
 
     Without state, Adam's first updates are signs of single gradients, each element moving by the whole learning rate:
-    harmless at the start of training, a bump of the loss in the middle of it. For ``observe`` steps the moments are
-    gathered while the parameters stand still (learning rate 0); over ``rise`` steps it comes back linearly.
+    harmless at the start of training, a bump of the loss in the middle of it. Over ``rise`` steps the rate comes
+    back linearly; for ``observe`` steps before them moments are gathered while the parameters stand still (rate 0),
+    which by itself helps little (docs/resume.md has the figures).
 
     Args:
         optimizer: any optimizer of torch's interface; its groups' ``lr`` are restored after every step.
@@ -23,7 +24,7 @@ class Rewarm:
         ValueError: a number of steps is negative.
     """
 
-    def __init__(self, optimizer: Optimizer, observe: int = 10, rise: int = 50) -> None:
+    def __init__(self, optimizer: Optimizer, observe: int = 0, rise: int = 50) -> None:
         if min(observe, rise) < 0:
             raise ValueError(f"observe and rise are numbers of steps, got {observe} and {rise}")
         self._observe, self._rise, self._step = observe, rise, 0
