@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ import daypack
 from daypack import kernels
 
 from ..conformance.scene import gradient
+from ..kernels.pairs import needs_native
 from .ranks import run
-from .scene import SHAPES, assert_alike, content, mesh, parameters, set_gradients, sharded, whole
+from .scene import SHAPES, assert_alike, assert_near, content, mesh, parameters, set_gradients, sharded, whole
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "gefen": {"name": "gefen"},
@@ -43,7 +44,9 @@ def eventful(name: str, shape: tuple[int, ...], step: int) -> Tensor | None:
     return g
 
 
-def equal_to_one_process(variant: dict[str, Any], dtype: torch.dtype, kind: str) -> None:
+def equal_to_one_process(
+    variant: dict[str, Any], dtype: torch.dtype, kind: str, kernel: Literal["native", "reference"] = "reference"
+) -> None:
     alone = parameters(dtype)
     if kind == "hybrid":
         on, placements = init_device_mesh("cpu", (2, 2)), (Replicate(), Shard(0))
@@ -71,10 +74,14 @@ def equal_to_one_process(variant: dict[str, Any], dtype: torch.dtype, kind: str)
                 alone["matrix"].grad = full
                 if rank < world - 1:
                     together["matrix"].grad = None
-            with kernels.use("reference"):
+            with kernels.use(kernel):
                 ours.step()
                 theirs.step()
-            assert_alike(content(together, ours), content(alone, theirs))
+            check = assert_alike if kernel == "reference" else assert_near
+            check(content(together, ours), content(alone, theirs))
+            if kernel == "native":
+                parts = [together[name] for name in SHAPES if together[name].grad is not None]
+                assert {ours.kernels()[p] for p in parts} == {"native"}
     assert ours.skipped == theirs.skipped == {"conv": 1}
     for name, p in together.items():
         assert ours.state[p]["step"] == theirs.state[alone[name]]["step"], name
@@ -88,6 +95,13 @@ def equal_to_one_process(variant: dict[str, Any], dtype: torch.dtype, kind: str)
 def test_equals_one_process(variant: str, world: int) -> None:
     dtype = torch.bfloat16 if world == 3 else torch.float32
     run(world, equal_to_one_process, VARIANTS[variant], dtype, "sharded")
+
+
+@needs_native
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_native_kernels_equal_one_process(variant: str, world: int) -> None:
+    run(world, equal_to_one_process, VARIANTS[variant], torch.float32, "sharded", "native")
 
 
 def test_hybrid_shards_equal_one_process() -> None:
