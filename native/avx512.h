@@ -96,6 +96,24 @@ static inline float observe_row(const typename G::Raw* g, int64_t n, float*) {
 
 // -------------------------------------------------------------------- codec
 
+static inline __m512i counting() {
+  return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+// Order of 64 bytes that unpacking to 16 and then to 32 bits undoes: element 16 a + 4 b + c goes to byte 16 b + 4 a + c.
+static inline __m512i unpacking() {
+  const __m512i i = _mm512_setr_epi32(0, 16, 32, 48, 4, 20, 36, 52, 8, 24, 40, 56, 12, 28, 44, 60);
+  return _mm512_add_epi32(_mm512_mullo_epi32(i, _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x03020100));
+}
+
+// Indices of the high halves of 32-bit lanes of two vectors, and of the low bytes of their 16-bit lanes, in order.
+static inline __m512i high_words() {
+  return _mm512_add_epi32(_mm512_mullo_epi32(counting(), _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00030001));
+}
+static inline __m512i low_bytes() {
+  return _mm512_add_epi32(_mm512_mullo_epi32(counting(), _mm512_set1_epi32(0x08080808)), _mm512_set1_epi32(0x06040200));
+}
+
 // Grid points of 64 codes as four vectors of 16 numbers scaled by 65536. Two planes of bytes need half the permutes that
 // 16-bit entries would.
 struct Decoder {
@@ -106,9 +124,7 @@ struct Decoder {
       low[i] = _mm512_load_si512(codec.low + 64 * i);
       high[i] = _mm512_load_si512(codec.high + 64 * i);
     }
-    // Element 16 a + 4 b + c goes to byte 16 b + 4 a + c: the unpacks below bring it back.
-    const __m512i i = _mm512_setr_epi32(0, 16, 32, 48, 4, 20, 36, 52, 8, 24, 40, 56, 12, 28, 44, 60);
-    order = _mm512_add_epi32(_mm512_mullo_epi32(i, _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x03020100));
+    order = unpacking();
   }
 
   inline void operator()(__m512i codes, __m512i out[4]) const {
@@ -126,37 +142,49 @@ struct Decoder {
   }
 };
 
-// Codes of 64 N values at once: a binary search through the thresholds in 16-bit lanes, 2 N of them side by side because
-// each is one long chain of dependent instructions. Then rounding, 64 values at a time.
+static inline __m512i threshold(const __m512i heap[8], __m512i node, int depth) {
+  if (depth < 5) return _mm512_permutexvar_epi16(node, heap[0]);
+  if (depth == 5) return _mm512_permutexvar_epi16(node, heap[1]);
+  if (depth == 6) return _mm512_permutex2var_epi16(heap[2], node, heap[3]);
+  const __mmask32 right = _mm512_test_epi16_mask(node, _mm512_set1_epi16(64));
+  return _mm512_mask_blend_epi16(right, _mm512_permutex2var_epi16(heap[4], node, heap[5]),
+                                 _mm512_permutex2var_epi16(heap[6], node, heap[7]));
+}
+
+// How many of a tree's 255 numbers are below each x, in the low bytes of `node`: N vectors side by side, because each
+// search is one long chain of dependent instructions.
+template <int N>
+static inline void search(const int16_t* tree, const __m512i x[N], __m512i node[N]) {
+  __m512i heap[8];
+  for (int i = 0; i < 8; ++i) heap[i] = _mm512_load_si512(tree + 32 * i);
+  for (int j = 0; j < N; ++j) node[j] = _mm512_set1_epi16(1);
+  // The difference is negative, its top bit set, where x is above the number: the next turn in the tree.
+#pragma GCC unroll 8
+  for (int depth = 0; depth < 8; ++depth)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j)
+      node[j] = _mm512_shldi_epi16(node[j], _mm512_sub_epi16(threshold(heap, node[j], depth), x[j]), 1);
+}
+
+// Codes of 64 N values at once: a search in 16-bit lanes for the levels at or below them, then rounding.
 struct Encoder {
   const Codec& codec;
   __m512i whole, search_order, bytes;
 
   explicit Encoder(const Codec& tables) : codec(tables) {
-    const __m512i i = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    // High halves of 32-bit lanes of two vectors, in order.
-    whole = _mm512_add_epi32(_mm512_mullo_epi32(i, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00030001));
-    // Low bytes of 16-bit lanes of two vectors: in order, and as the unpacks in `round` want them.
-    bytes = _mm512_add_epi32(_mm512_mullo_epi32(i, _mm512_set1_epi32(0x08080808)), _mm512_set1_epi32(0x06040200));
+    whole = high_words();
+    bytes = low_bytes();  // in order; and as the unpacks in `round` want them:
     search_order = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
   }
 
   // `m` times `inverse(element)` are 16.16 fixed-point numbers of grid points; `turn` is the dither of the first 16.
   template <int N, class Inverse>
   inline void operator()(const float* m, const Inverse& inverse, __m512i turn, __m512i codes[N]) const {
-    __m512i heap[8], x[2 * N], node[2 * N];
-    for (int i = 0; i < 8; ++i) heap[i] = _mm512_load_si512(codec.heap + 32 * i);
-    for (int j = 0; j < 2 * N; ++j) {
+    __m512i x[2 * N], node[2 * N];
+    for (int j = 0; j < 2 * N; ++j)
       x[j] = _mm512_permutex2var_epi16(place(m + 32 * j, inverse(32 * j), later(turn, 2 * j)), whole,
                                        place(m + 32 * j + 16, inverse(32 * j + 16), later(turn, 2 * j + 1)));
-      node[j] = _mm512_set1_epi16(1);
-    }
-    // threshold - 1 - x is negative, its top bit set, where x is at or above the threshold: the next turn in the tree.
-#pragma GCC unroll 8
-    for (int depth = 0; depth < 8; ++depth)
-#pragma GCC unroll 8
-      for (int j = 0; j < 2 * N; ++j)
-        node[j] = _mm512_shldi_epi16(node[j], _mm512_sub_epi16(threshold(heap, node[j], depth), x[j]), 1);
+    search<2 * N>(codec.heap, x, node);
 #pragma GCC unroll 4
     for (int j = 0; j < N; ++j) codes[j] = round(x + 2 * j, node + 2 * j, later(turn, 4 * j));
   }
@@ -172,15 +200,6 @@ struct Encoder {
     const __m512i fixed = _mm512_cvt_roundps_epi32(_mm512_mul_ps(_mm512_load_ps(m), inverse),
                                                    _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     return _mm512_add_epi32(fixed, _mm512_and_si512(turn, _mm512_set1_epi32(0xFFFF)));
-  }
-
-  static inline __m512i threshold(const __m512i heap[8], __m512i node, int depth) {
-    if (depth < 5) return _mm512_permutexvar_epi16(node, heap[0]);
-    if (depth == 5) return _mm512_permutexvar_epi16(node, heap[1]);
-    if (depth == 6) return _mm512_permutex2var_epi16(heap[2], node, heap[3]);
-    const __mmask32 right = _mm512_test_epi16_mask(node, _mm512_set1_epi16(64));
-    return _mm512_mask_blend_epi16(right, _mm512_permutex2var_epi16(heap[4], node, heap[5]),
-                                   _mm512_permutex2var_epi16(heap[6], node, heap[7]));
   }
 
   static inline __m512i lookup(const uint8_t* table, __m512i index, __mmask64 upper) {
@@ -215,41 +234,6 @@ constexpr float SMALLEST_SCALE = 0x1p-90f;
 // Groups of 64 values whose searches are interleaved: as many as the registers hold.
 constexpr int SIDE_BY_SIDE = 4;
 
-// The numbers of a step in the form that the loop wants: the learning rate divides the denominator instead of multiplying
-// the direction, which saves an instruction.
-struct Row {
-  __m512 factor, eps, decay, weight;
-
-  float inverse_rate;
-
-  explicit Row(const Step& s) : inverse_rate(s.rate > 0 ? 1.0f / s.rate : 0.0f) {
-    eps = _mm512_set1_ps(s.rate > 0 ? s.eps / s.rate : __builtin_inff());
-    decay = _mm512_set1_ps(s.decay);
-    weight = _mm512_set1_ps(s.weight);
-  }
-
-  void use(float row_factor) { factor = _mm512_set1_ps(row_factor * inverse_rate); }
-};
-
-// Fresh first moment and parameter of n <= 64 elements; the old moment is `old[4]` times `unit`. Returns the magnitudes.
-template <class P, class G, bool FULL>
-static inline __m512 step_vectors(typename P::Raw* p, const typename G::Raw* g, const __m512i old[4], __m512 unit,
-                                  const float* root, const Row& row, int n, float* m, __m512 largest) {
-  for (int q = 0; q < 4; ++q) {
-    if (!FULL && n <= 16 * q) break;
-    const Mask k = FULL ? 0xFFFF : mask_of(n - 16 * q);
-    const __m512 pull = _mm512_mul_ps(load(g + 16 * q, k, G{}), row.weight);
-    __m512 fresh = _mm512_fmadd_ps(_mm512_cvtepi32_ps(old[q]), unit, pull);
-    if (!FULL) fresh = _mm512_maskz_mov_ps(k, fresh);
-    _mm512_storeu_ps(m + 16 * q, fresh);
-    largest = _mm512_range_ps(largest, fresh, 0xB);  // the larger magnitude
-    const __m512 denominator = _mm512_fmadd_ps(row.factor, _mm512_loadu_ps(root + 16 * q), row.eps);
-    const __m512 move = _mm512_div_ps(fresh, denominator);
-    store(p + 16 * q, k, _mm512_fmsub_ps(load(p + 16 * q, k, P{}), row.decay, move), P{});
-  }
-  return largest;
-}
-
 template <int N, class Inverse>
 static inline void encode_group(const Encoder& encoder, const float* m, const Inverse& inverse, __m512i turn,
                                 uint8_t* codes, int n) {
@@ -267,9 +251,8 @@ static inline float inverse_of(float scale) {
 }
 
 static inline __m512i turns_from(uint32_t turn) {
-  const __m512i i = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(turn)),
-                          _mm512_mullo_epi32(i, _mm512_set1_epi32(static_cast<int>(DITHER_INDEX))));
+                          _mm512_mullo_epi32(counting(), _mm512_set1_epi32(static_cast<int>(DITHER_INDEX))));
 }
 
 // `m` is readable, and holds zeros, up to the next multiple of 64.
@@ -299,66 +282,39 @@ static __attribute__((noinline)) void encode_run(const float* m, const float* in
   encode_group<SIDE_BY_SIDE>(encoder, m, factor, turns_from(turn), codes, n);
 }
 
-// Fresh moment into `m`, parameter and scale of one block. Returns the scale.
-template <class P, class G>
-static inline float fresh_coded_block(typename P::Raw* p, const typename G::Raw* g, const uint8_t* codes, uint16_t* scale,
-                                      const float* root, float factor, int n, const Step& s, Row& row, float* m) {
-  const float old_scale = BFloat16::get(*scale);
-  if (old_scale < SMALLEST_SCALE && old_scale > 0) {
-    generic::Row plain(s);
-    for (int i = n / 64 * 64; i < (n + 63) / 64 * 64; i += 16) _mm512_storeu_ps(m + i, _mm512_setzero_ps());
-    return generic::fresh_coded_block<P, G>(p, g, codes, scale, root, factor, n, s, plain, m);
-  }
-  const Decoder decode(*s.codec);
-  const __m512 unit = _mm512_set1_ps(s.beta1 * old_scale / FIXED);
-  row.use(factor);
-  __m512 largest = _mm512_setzero_ps();
-  __m512i old[4];
-  int at = 0;
-  for (; at + 64 <= n; at += 64) {
-    prefetch<64>(p + at + AHEAD);
-    prefetch<64>(g + at + AHEAD);
-    prefetch<64>(codes + at + AHEAD);
-    decode(_mm512_loadu_si512(codes + at), old);
-    largest = step_vectors<P, G, true>(p + at, g + at, old, unit, root + at, row, 64, m + at, largest);
-  }
-  if (at < n) {
-    for (int i = n / 16 * 16; i < at + 64; i += 16) _mm512_storeu_ps(m + i, _mm512_setzero_ps());
-    decode(_mm512_maskz_loadu_epi8((1ull << (n - at)) - 1, codes + at), old);
-    largest = step_vectors<P, G, false>(p + at, g + at, old, unit, root + at, row, n - at, m + at, largest);
-  }
-  *scale = static_cast<uint16_t>((bits_of(_mm512_reduce_max_ps(largest)) + 0xFFFF) >> 16);
-  return BFloat16::get(*scale);
+static inline float largest(const float* m, int n) {
+  __m512 found = _mm512_setzero_ps();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) found = _mm512_range_ps(found, _mm512_loadu_ps(m + i), 0xB);  // the larger magnitude
+  if (i < n) found = _mm512_range_ps(found, _mm512_maskz_loadu_ps(mask_of(n - i), m + i), 0xB);
+  return _mm512_reduce_max_ps(found);
 }
 
-// Rows of at most 64 elements, each of them one block: moments of many rows are encoded together.
-template <class P, class G>
-static void step_short_rows(typename P::Raw* p, const typename G::Raw* g, uint8_t* codes, uint16_t* scale,
-                            const float* root, const float* factors, int64_t rows, int n, uint32_t turn, const Step& s) {
-  alignas(64) float m[RUN + 64], inverse[RUN + 64];
-  const int each = RUN / n;
-  Row numbers(s);
-  for (int64_t first = 0; first < rows; first += each) {
-    const int count = static_cast<int>(rows - first < each ? rows - first : each);
-    const int64_t start = first * n;
-    const uint32_t at = turn + static_cast<uint32_t>(start) * DITHER_INDEX;
-    bool ordinary = true;
-    float scales[RUN];
-    for (int r = 0; r < count; ++r) {
-      const int64_t row = start + r * n;
-      scales[r] = fresh_coded_block<P, G>(p + row, g + row, codes + row, scale + first + r, root, factors[first + r], n, s,
-                                          numbers, m + r * n);
-      ordinary = ordinary && scales[r] >= SMALLEST_SCALE;
-      const __m512 factor = _mm512_set1_ps(ordinary ? inverse_of(scales[r]) : 0.0f);
-      for (int i = 0; i < n; i += 16) _mm512_storeu_ps(inverse + r * n + i, factor);
-    }
-    if (ordinary) {
-      for (int i = count * n; i < RUN; ++i) m[i] = 0;
-      encode_run(m, inverse, *s.codec, count * n, at, codes + start);
-    } else {
-      for (int r = 0; r < count; ++r)
-        generic::encode(m + r * n, scales[r], *s.codec, n, at + static_cast<uint32_t>(r * n) * DITHER_INDEX,
-                        codes + start + r * n);
-    }
+static inline float* widen(float* x, int, float*, Float32) { return x; }
+template <class T>
+static inline float* widen(const uint16_t* x, int n, float* buffer, T) {
+  for (int i = 0; i < n; i += 16) _mm512_storeu_ps(buffer + i, load(x + i, mask_of(n - i), T{}));
+  return buffer;
+}
+
+static inline void narrow(const float*, int, float*, Float32) {}
+template <class T>
+static inline void narrow(const float* x, int n, uint16_t* target, T) {
+  for (int i = 0; i < n; i += 16) {
+    const Mask k = mask_of(n - i);
+    store(target + i, k, _mm512_maskz_loadu_ps(k, x + i), T{});
+  }
+}
+
+// m = codebook[codes] * scale; `m` is written up to the next multiple of 64.
+static inline void decode(const uint8_t* codes, float scale, const Codec& codec, int n, float* m) {
+  if (scale < SMALLEST_SCALE) return generic::decode(codes, scale, codec, n, m);
+  const Decoder decoder(codec);
+  const __m512 unit = _mm512_set1_ps(scale / FIXED);
+  for (int at = 0; at < n; at += 64) {
+    __m512i points[4];
+    decoder(_mm512_maskz_loadu_epi8(n - at >= 64 ? ~0ull : (1ull << (n - at)) - 1, codes + at), points);
+    for (int q = 0; q < 4; ++q)
+      _mm512_storeu_ps(m + at + 16 * q, _mm512_mul_ps(_mm512_cvtepi32_ps(points[q]), unit));
   }
 }

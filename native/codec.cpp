@@ -5,15 +5,17 @@
 namespace daypack {
 namespace {
 
-// In-order walk of a complete binary tree of 255 nodes: the thresholds, rising.
-int fill_heap(int16_t* heap, const int32_t* grid, int node, int next) {
+// In-order walk of a complete binary tree of 255 nodes.
+int fill(int16_t* heap, const int16_t* rising, int node, int next) {
   if (node > 255) return next;
-  next = fill_heap(heap, grid, 2 * node, next);
-  heap[node] = static_cast<int16_t>(grid[next] - 1);
-  return fill_heap(heap, grid, 2 * node + 1, next + 1);
+  next = fill(heap, rising, 2 * node, next);
+  heap[node] = rising[next];
+  return fill(heap, rising, 2 * node + 1, next + 1);
 }
 
 }  // namespace
+
+void fill_heap(int16_t* heap, const int16_t* rising) { fill(heap, rising, 1, 0); }
 
 bool prepare(Codec& codec, const float* levels) {
   std::memcpy(codec.level, levels, sizeof codec.level);
@@ -38,8 +40,10 @@ bool prepare(Codec& codec, const float* levels) {
     codec.gap_high[i] = static_cast<uint8_t>((gap >> 8) & 0xFF);
     codec.rung[i] = static_cast<uint32_t>(grid[i] + GRID) | static_cast<uint32_t>(gap) << 16;
   }
+  int16_t thresholds[255];
+  for (int i = 0; i < 255; ++i) thresholds[i] = static_cast<int16_t>(grid[i + 1] - 1);
   codec.heap[0] = 0;
-  fill_heap(codec.heap, grid, 1, 1);
+  fill_heap(codec.heap, thresholds);
   for (int i = 0; i < 256; ++i) {
     const int32_t end = i < 255 ? grid[i + 1] : GRID + 1;
     if (end > grid[i]) std::memset(codec.below + grid[i] + GRID, i, static_cast<size_t>(end - grid[i]));

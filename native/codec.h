@@ -25,6 +25,9 @@ struct Codec {
   uint8_t below[2 * GRID + 1];  // of each grid point above -GRID the code of the level at or below it
 };
 
+// Arrange 255 rising numbers as a binary search tree whose root is entry 1.
+void fill_heap(int16_t* heap, const int16_t* rising);
+
 // Fill `codec` from 256 levels; false if they are not usable (all zeros, a codebook not learned yet, is).
 bool prepare(Codec& codec, const float* levels);
 

@@ -10,10 +10,14 @@
 #define DAYPACK_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-#define DAYPACK_INTERFACE 2
+#define DAYPACK_INTERFACE 3
 
 enum DaypackType { DAYPACK_FP32 = 0, DAYPACK_BF16 = 1, DAYPACK_FP16 = 2 };
-enum DaypackSecondMoment { DAYPACK_DENSE = 0, DAYPACK_FACTORED = 1, DAYPACK_BLOCKS = 2 };
+// Where second moments come from. OWN: each element has one (in fp32 or as a code), or the rule wants none. The others are
+// statistics of g^2: ROWS and COLS have one for each group of lines.
+enum DaypackSecondMoment { DAYPACK_OWN = 0, DAYPACK_FACTORED = 1, DAYPACK_BLOCKS = 2, DAYPACK_ROWS = 3, DAYPACK_COLS = 4 };
+// See src/daypack/rules.py.
+enum DaypackRule { DAYPACK_ADAMW = 0, DAYPACK_ADAM, DAYPACK_SGD, DAYPACK_LION, DAYPACK_LAMB, DAYPACK_ADAFACTOR };
 
 // One parameter: where its tensors are and how they are laid out. All of them are contiguous. Fields are eight bytes
 // each, so that the caller can keep a list of parameters as one table of 64-bit numbers.
@@ -21,17 +25,28 @@ struct DaypackParam {
   void* param;
   const void* grad;
   float* step;            // steps taken so far; apply counts it up
-  uint8_t* codes;         // first moment as 8-bit codes; null if it is dense
-  uint16_t* scale;        // bf16, one per block of a row
-  const float* codebook;  // 256 levels
-  float* exp_avg;         // dense first moment; null if it is coded
+  uint8_t* codes;         // first moment as 8-bit codes; null if it is dense, or not kept
+  void* scale;            // one per block of a row: bf16, or fp32 beside a map
+  const float* codebook;  // 256 levels that were learned; or
+  const void* map;        // those known beforehand, from daypack_prepare_map
+  float* exp_avg;         // dense first moment
   float* exp_avg_sq;      // dense second moment
-  float* row;             // factored second moment, [matrices, rows]
-  float* col;             // [matrices, cols]
-  float* block;           // block means, [matrices, rows, ceil(cols / v_block_size)]
-  float* sums;            // statistics of g^2, filled by observe: all rows, then all columns; or all blocks
+  uint8_t* v_codes;       // second moment as 8-bit codes
+  float* v_scale;
+  const void* v_map;
+  float* row;             // second moment of rows, [matrices, rows]
+  float* col;             // of columns, [matrices, cols]
+  float* block;           // of blocks, [matrices, rows, ceil(cols / v_block_size)]
+  const int64_t* owners;  // of each line (a row, or a column) the group; rising
+  const int64_t* sizes;   // lines of each group, on all ranks together
+  float* sums;            // statistics of g^2, filled by observe: rows, columns, groups; or blocks
+  double* squares;        // of the parameter and of what its rule measures, filled by measure
   int64_t matrices, rows, cols;
+  int64_t first;          // place of the first element in the whole parameter, of which this may be a part: for the dither
+  int64_t whole_rows;     // rows of a matrix on all ranks together, which the columns' sums are over
   int64_t block_size;     // of the codes' scales; at most DAYPACK_LARGEST_BLOCK
+  int64_t groups;         // of lines in a matrix
+  int64_t numel;          // of the whole parameter
   int64_t v_block_size;
   int64_t v_kind;         // DaypackSecondMoment
   int64_t param_type, grad_type;
@@ -41,6 +56,10 @@ struct DaypackParam {
 struct DaypackOptions {
   double lr, beta1, beta2, eps, weight_decay;
   double sign;  // -1 to ascend (maximize), else 1
+  double rule;  // DaypackRule; beta1 is SGD's momentum
+  double dampening, nesterov;                                             // SGD
+  double trust_ratio;                                                     // LAMB
+  double beta2_decay, relative_step, scale_parameter, smallest_scale, clip;  // Adafactor
 };
 
 #define DAYPACK_LARGEST_BLOCK 4096
@@ -73,9 +92,21 @@ DAYPACK_EXPORT int daypack_look(const DaypackTorch* torch, void* const* tensors,
 // Run on the threads of an OpenMP runtime: `gomp_parallel` is its GOMP_parallel. Null: on threads of our own.
 DAYPACK_EXPORT void daypack_borrow_threads(void* gomp_parallel);
 
+// Tables for 256 known levels and the 255 thresholds between them, in `map_bytes` bytes aligned to 64. Returns 0, or -1 if
+// the levels are not usable.
+DAYPACK_EXPORT int64_t daypack_map_bytes(void);
+DAYPACK_EXPORT int daypack_prepare_map(const float* levels, const float* thresholds, void* map);
+
 // First pass: fills every `sums` and `totals[i]`, the sum of g^2 in fp32: not finite exactly if the gradient is not, or if
 // its square leaves the range.
-DAYPACK_EXPORT void daypack_observe(const DaypackParam* params, int64_t count, int threads, float* totals);
+DAYPACK_EXPORT void daypack_observe(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads,
+                                    float* totals);
+
+// Between the passes, for rules that measure whole tensors: statistics become second moments, and `squares` are filled, both
+// for the parameters that `active` marks (null: all). `apply` reads the squares, which may have been added up over ranks.
+// Returns as `apply` does.
+DAYPACK_EXPORT int64_t daypack_measure(const DaypackParam* params, int64_t count, const DaypackOptions* options,
+                                       const uint8_t* active, int threads);
 
 // Second pass: moments, rule, decay and parameters of those that `active` marks (null: all). Returns -1, or the index of a
 // parameter whose codebook is not usable; nothing has changed then.

@@ -1,4 +1,4 @@
-// The loops over one block or one row, in plain C++ that compilers vectorise. Included once per instruction set, inside a
+// The loops of statistics and codecs over one block or one row, in plain C++ that compilers vectorise. Included once per instruction set, inside a
 // namespace of its own (see numbers.h). Sums go through LANES partial sums, so their order does not depend on the compiler.
 
 namespace generic {
@@ -76,66 +76,54 @@ static inline void encode(const float* m, float scale, const Codec& codec, int n
   }
 }
 
-// The smallest bf16 that is not below the largest magnitude among n values.
-static inline uint16_t block_scale(const float* m, int n) {
-  uint32_t largest = 0;
+// m = map[codes] * scale
+static inline void decode(const uint8_t* codes, float scale, const Map& map, int n, float* m) {
+  for (int i = 0; i < n; ++i) m[i] = map.level[codes[i]] * scale;
+}
+
+// Codes of the levels nearest to m / scale.
+static inline void encode(const float* m, float scale, const Map& map, int n, uint8_t* codes) {
+  const float divisor = scale > 0 ? scale : 1.0f, least = map.is_unsigned ? map.threshold[0] : -1.0f;
+  for (int i = 0; i < n; ++i) {
+    const float ratio = m[i] / divisor;
+    const float x = map.is_unsigned && m[i] > 0 && ratio < least ? least : ratio;
+    const int count = map.below[bits_of(x) >> 16];
+    codes[i] = static_cast<uint8_t>(count + (x >= map.threshold[count]));
+  }
+}
+
+// The largest magnitude among n values.
+static inline float largest(const float* m, int n) {
+  uint32_t found = 0;
   for (int i = 0; i < n; ++i) {
     const uint32_t magnitude = bits_of(m[i]) & 0x7FFFFFFFu;
-    largest = magnitude > largest ? magnitude : largest;
+    found = magnitude > found ? magnitude : found;
   }
-  return static_cast<uint16_t>((largest + 0xFFFF) >> 16);
+  return float_of(found);
 }
 
-// Fresh first moment and parameter of one block: `m` holds the old moment and receives the new one.
-template <class P, class G>
-static inline void step_block(typename P::Raw* __restrict p, const typename G::Raw* __restrict g, float* __restrict m,
-                              const float* __restrict root, float factor, int n, const Step& s) {
-  const float beta1 = s.beta1, weight = s.weight, decay = s.decay, rate = s.rate, eps = s.eps;
-  for (int i = 0; i < n; ++i) {
-    const float fresh = beta1 * m[i] + weight * G::get(g[i]);
-    m[i] = fresh;
-    p[i] = P::put(decay * P::get(p[i]) - rate * fresh / (factor * root[i] + eps));
-  }
+// The smallest bf16 that is not below x.
+static inline uint16_t round_up(float x) { return static_cast<uint16_t>((bits_of(x) + 0xFFFF) >> 16); }
+
+// n numbers as fp32: the numbers themselves, or a copy in `buffer`.
+static inline float* widen(float* x, int, float*, Float32) { return x; }
+template <class T>
+static inline float* widen(const uint16_t* __restrict x, int n, float* __restrict buffer, T) {
+  for (int i = 0; i < n; ++i) buffer[i] = T::get(x[i]);
+  return buffer;
 }
 
-// What a kernel prepares once for all rows of a tile; nothing here.
-struct Row {
-  explicit Row(const Step&) {}
-};
-
-// The same with codes for the old moment; stores and returns the scale of the new one, whose codes are left to `encode`.
-template <class P, class G>
-static inline float fresh_coded_block(typename P::Raw* p, const typename G::Raw* g, const uint8_t* codes, uint16_t* scale,
-                                      const float* root, float factor, int n, const Step& s, Row&, float* m) {
-  decode(codes, BFloat16::get(*scale), *s.codec, n, m);
-  step_block<P, G>(p, g, m, root, factor, n, s);
-  *scale = block_scale(m, n);
-  return BFloat16::get(*scale);
+// The way back.
+static inline void narrow(const float*, int, float*, Float32) {}
+template <class T>
+static inline void narrow(const float* __restrict x, int n, uint16_t* __restrict target, T) {
+  for (int i = 0; i < n; ++i) target[i] = T::put(x[i]);
 }
 
-// Rows of at most 64 elements, each of them one block.
+// Whether the instruction set has loops of its own for AdamW with learned codes, and has stepped the tile with them.
 template <class P, class G>
-static void step_short_rows(typename P::Raw* p, const typename G::Raw* g, uint8_t* codes, uint16_t* scale,
-                            const float* root, const float* factors, int64_t rows, int n, uint32_t turn, const Step& s) {
-  float m[64];
-  Row row(s);
-  for (int64_t r = 0; r < rows; ++r, p += n, g += n, codes += n, ++scale, turn += static_cast<uint32_t>(n) * DITHER_INDEX) {
-    const float fresh = fresh_coded_block<P, G>(p, g, codes, scale, root, factors[r], n, s, row, m);
-    encode(m, fresh, *s.codec, n, turn, codes);
-  }
-}
-
-// AdamW as it is, on n elements with dense moments.
-template <class P, class G>
-static inline void step_dense(typename P::Raw* __restrict p, const typename G::Raw* __restrict g, float* __restrict m,
-                              float* __restrict v, int64_t n, const Step& s) {
-  const Step c = s;
-  for (int64_t i = 0; i < n; ++i) {
-    const float x = G::get(g[i]);
-    m[i] = c.beta1 * m[i] + c.weight * x;
-    v[i] = c.beta2 * v[i] + c.weight2 * x * x;
-    p[i] = P::put(c.decay * P::get(p[i]) - c.rate * m[i] / (__builtin_sqrtf(v[i] / c.correction2) + c.eps));
-  }
+static bool apply_coded_adamw(const Tile&, const Step&) {
+  return false;
 }
 
 }  // namespace generic

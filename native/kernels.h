@@ -2,6 +2,7 @@
 #pragma once
 #include "codec.h"
 #include "daypack.h"
+#include "map.h"
 
 namespace daypack {
 
@@ -24,14 +25,19 @@ static_assert(TILE_COLS >= DAYPACK_LARGEST_BLOCK, "a tile holds at least one blo
 
 constexpr int BINS = 4096;  // of the histogram behind the codebook
 
-// One parameter's step in the numbers that the loops want. `sign` of the gradient is in `weight`.
+// One parameter's step in the numbers that the loops want. Rules read what they know: see rules.h and make_step.
 struct Step {
-  float beta1, weight;      // m = beta1 * m + weight * g
-  float beta2, weight2;     // v = beta2 * v + weight2 * g^2
-  float decay, rate, eps;   // p = decay * p - rate * m / (sqrt(v / correction2) + eps)
-  float correction2;
+  int rule;                 // DaypackRule
+  float sign, coupled;      // the gradient is sign * g + coupled * p
+  float beta1, fresh1;      // m = beta1 * m + fresh1 * gradient
+  float beta2, fresh2;      // v = beta2 * v + fresh2 * gradient^2
+  float decay, rate;        // p = decay * p - rate * direction
+  float eps, correction2;   // of the square root of v / correction2
+  float ahead, now;         // SGD, Lion: how much of the moment and of the gradient is in the direction
+  float unbias, inner;      // LAMB: 1 / (1 - beta1^t), and the decay within the direction
+  float clip;               // Adafactor: factor of the normalised gradient
   uint32_t turn;            // of the dither at element 0
-  const Codec* codec;       // null where the first moment is dense
+  const Codec* codec;       // null unless the first moment has a learned codebook
   float mean;               // of `col` in the tile's matrix, for a factored second moment
 };
 
@@ -50,8 +56,12 @@ struct Kernels {
   void (*observe)(const Tile& tile, float* rows, float* cols);
   // Sums over blocks of v_block_size columns; returns their total. `sums` has one row of v_blocks() per row of the tensor.
   double (*observe_blocks)(const Tile& tile, float* sums);
+  // Sum of the squares of sign * g + coupled * p.
+  double (*observe_coupled)(const Tile& tile, float sign, float coupled);
   // Moments, rule and parameter; the second moment's statistics are complete.
   void (*apply)(const Tile& tile, const Step& step);
+  // Adds the squares of the tile's parameters and of what the rule measures to squares[0] and [1].
+  void (*measure)(const Tile& tile, const Step& step, double* squares);
   // The loops of calibration: see learn.h.
   void (*count)(const void* grad, int64_t type, int64_t cols, int64_t block_size, int64_t first, int64_t last,
                 int64_t* counts);

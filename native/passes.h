@@ -9,10 +9,13 @@ namespace daypack {
 
 // Sum of g^2 over a tile. Its row and column sums go to `rows` and `cols` where the second moment is factored; block sums
 // go to their place in the parameter's `sums`.
-double observe_tile(const Tile& tile, float* rows, float* cols);
+double observe_tile(const Tile& tile, const DaypackOptions& options, float* rows, float* cols);
+
+// Sums of groups of lines from the sums of the lines.
+void sum_groups(const DaypackParam& param);
 
 // See daypack_observe.
-void observe(const DaypackParam* params, int64_t count, int threads, float* totals);
+void observe(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads, float* totals);
 
 // Tables of the parameters' codebooks.
 class Codecs {
@@ -26,6 +29,17 @@ class Codecs {
   std::vector<const Codec*> each_;
   std::vector<std::unique_ptr<Codec>> all_;
 };
+
+// Weight decay that is part of the gradient.
+double coupled_decay(const DaypackOptions& options);
+
+// Whether the rule scales a whole tensor by what it measured.
+inline bool measures(const DaypackOptions& options) {
+  return options.rule == DAYPACK_LAMB || options.rule == DAYPACK_ADAFACTOR;
+}
+
+// Scales `step` by the norms of a parameter.
+void use_norms(Step& step, const DaypackParam& param, const DaypackOptions& options);
 
 // One parameter's step, the `taken`-th of it (from 1).
 Step make_step(const DaypackOptions& options, double taken, const Codec* codec);
@@ -51,8 +65,14 @@ class StepMaker {
   int64_t index_ = -1;
 };
 
-// Combines the statistics of a tile that is a whole matrix (or, where they are not factored, any rows of one), then steps it.
-void combine_and_apply(const Tile& tile, Step step);
+// Combines the statistics of a tile that is a whole matrix (or, where none belongs to columns, any rows of one).
+void combine(const Tile& tile, Step& step);
+// Sets the mean of column means, where a factored second moment is complete.
+void use_mean(const Tile& tile, Step& step);
+
+// See daypack_measure; the codebooks are prepared.
+void measure(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
+             const uint8_t* active, int threads);
 
 // See daypack_apply; the codebooks are prepared.
 void apply(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,

@@ -16,15 +16,29 @@ bool is_small(const DaypackParam& d) {
 }
 
 // Both passes over one small parameter, which is left as it is if its sum of g^2, the result, is not finite.
-float step_small(const DaypackParam& d, StepMaker& steps, const Codec* codec) {
+float step_small(const DaypackParam& d, const DaypackOptions& options, StepMaker& steps, const Codec* codec) {
   double total = 0;
   Tile tile{&d, 0, 0, d.rows, 0, d.cols};
   for (; tile.matrix < d.matrices; ++tile.matrix)
-    total += observe_tile(tile, d.sums + tile.matrix * d.rows, d.sums + d.matrices * d.rows + tile.matrix * d.cols);
+    total += observe_tile(tile, options, d.sums + tile.matrix * d.rows,
+                          has_cols(d) ? col_sums(d) + tile.matrix * d.cols : nullptr);
+  sum_groups(d);
   if (!std::isfinite(static_cast<float>(total))) return static_cast<float>(total);
-  const Step step = steps(d, codec);
+  Step step = steps(d, codec);
   *d.step += 1;
-  for (tile.matrix = 0; tile.matrix < d.matrices; ++tile.matrix) combine_and_apply(tile, step);
+  if (measures(options)) {
+    d.squares[0] = d.squares[1] = 0;
+    for (tile.matrix = 0; tile.matrix < d.matrices; ++tile.matrix) {
+      combine(tile, step);
+      kernels().measure(tile, step, d.squares);
+    }
+    use_norms(step, d, options);
+  }
+  for (tile.matrix = 0; tile.matrix < d.matrices; ++tile.matrix) {
+    if (measures(options)) use_mean(tile, step);
+    else combine(tile, step);
+    kernels().apply(tile, step);
+  }
   return static_cast<float>(total);
 }
 
@@ -43,7 +57,7 @@ void step_all_small(const DaypackParam* params, int64_t count, const DaypackOpti
   parallel_for(static_cast<int64_t>(starts.size()) - 1, threads, [&](int64_t task) {
     StepMaker steps(options);
     for (int64_t i = starts[static_cast<size_t>(task)]; i < starts[static_cast<size_t>(task) + 1]; ++i)
-      if (small[static_cast<size_t>(i)]) totals[i] = step_small(params[i], steps, codecs[i]);
+      if (small[static_cast<size_t>(i)]) totals[i] = step_small(params[i], options[params[i].options], steps, codecs[i]);
   });
 }
 
@@ -62,8 +76,10 @@ int64_t step(const DaypackParam* params, int64_t count, const DaypackOptions* op
     int64_t bytes = 0;
     for (end = first; end < count && !small[static_cast<size_t>(end)] && (end == first || bytes < WAVE_BYTES); ++end)
       bytes += elements(params[end]) * (params[end].grad_type == DAYPACK_FP32 ? 4 : 2);
-    observe(params + first, end - first, threads, totals + first);
+    observe(params + first, end - first, options, threads, totals + first);
     for (int64_t i = first; i < end; ++i) active[static_cast<size_t>(i)] = std::isfinite(totals[i]);
+    if (measures(options[params[first].options]))
+      measure(params + first, end - first, options, codecs.each() + first, active.data() + first, threads);
     apply(params + first, end - first, options, codecs.each() + first, active.data() + first, threads);
   }
   return -1;
@@ -86,8 +102,17 @@ int daypack_numbers_are(const int64_t* const* places, const int64_t* numbers, in
   return i == count;
 }
 
-void daypack_observe(const DaypackParam* params, int64_t count, int threads, float* totals) {
-  daypack::observe(params, count, threads, totals);
+void daypack_observe(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads,
+                     float* totals) {
+  daypack::observe(params, count, options, threads, totals);
+}
+
+int64_t daypack_measure(const DaypackParam* params, int64_t count, const DaypackOptions* options, const uint8_t* active,
+                        int threads) {
+  daypack::Codecs codecs;
+  const int64_t bad = codecs.prepare(params, count, active, threads);
+  if (bad < 0) daypack::measure(params, count, options, codecs.each(), active, threads);
+  return bad;
 }
 
 int64_t daypack_apply(const DaypackParam* params, int64_t count, const DaypackOptions* options, const uint8_t* active,

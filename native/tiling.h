@@ -15,12 +15,20 @@ inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline int64_t elements(const DaypackParam& d) { return d.matrices * d.rows * d.cols; }
 
+// Whether a step needs sums of g^2 over rows (else it does without, or wants them over blocks), and over columns.
+inline bool has_rows(const DaypackParam& d) { return d.v_kind != DAYPACK_OWN && d.v_kind != DAYPACK_BLOCKS; }
+inline bool has_cols(const DaypackParam& d) { return d.v_kind == DAYPACK_FACTORED || d.v_kind == DAYPACK_COLS; }
+inline float* col_sums(const DaypackParam& d) { return d.sums + d.matrices * d.rows; }
+inline float* group_sums(const DaypackParam& d) { return has_cols(d) ? col_sums(d) + d.matrices * d.cols : col_sums(d); }
+
+inline bool is_coded(const DaypackParam& d) { return d.codes != nullptr || d.v_codes != nullptr; }
+
 // How one parameter is cut: `align` columns stay together.
 struct Tiling {
   int64_t row_step, row_parts, col_step, col_parts, tasks;
 
   Tiling(const DaypackParam& d, int64_t align, int64_t widest) {
-    if (d.v_kind == DAYPACK_DENSE && d.codes == nullptr) widest = DENSE_COLS;
+    if (d.v_kind == DAYPACK_OWN && !is_coded(d)) widest = DENSE_COLS;
     col_step = d.cols <= widest ? larger(d.cols, 1) : larger(align, widest / align * align);
     // Enough rows that a column sum written per part costs little, and few enough parts that adding them does.
     row_step = larger(larger(parts(TASK_ELEMENTS, col_step), parts(d.rows, MOST_ROW_PARTS)), 1);
@@ -33,7 +41,7 @@ struct Tiling {
     return Tiling(d, d.v_kind == DAYPACK_BLOCKS ? d.v_block_size : 1, SUM_COLS);
   }
 
-  static Tiling of_apply(const DaypackParam& d) { return Tiling(d, d.codes != nullptr ? d.block_size : 1, TILE_COLS); }
+  static Tiling of_apply(const DaypackParam& d) { return Tiling(d, is_coded(d) ? d.block_size : 1, TILE_COLS); }
 
   bool whole_matrices() const { return row_parts == 1 && col_parts == 1; }
 

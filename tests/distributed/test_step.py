@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,8 +17,20 @@ import daypack
 from daypack import kernels
 
 from ..conformance.scene import gradient, structured
+from ..kernels.pairs import needs_native
 from .ranks import run
-from .scene import ALONE, SHAPES, assert_alike, content, mesh, parameters, set_gradients, sharded, whole
+from .scene import (
+    ALONE,
+    SHAPES,
+    assert_alike,
+    assert_near,
+    content,
+    mesh,
+    parameters,
+    set_gradients,
+    sharded,
+    whole,
+)
 
 #: Every format and every rule. Adam-mini's groups of 5 rows, and of all rows, are cut by the parts.
 VARIANTS: list[dict[str, Any]] = [
@@ -55,7 +67,9 @@ def eventful(name: str, shape: tuple[int, ...], step: int) -> Tensor | None:
     return g
 
 
-def equal_to_one_process(variant: dict[str, Any], dtype: torch.dtype, kind: str) -> None:
+def equal_to_one_process(
+    variant: dict[str, Any], dtype: torch.dtype, kind: str, kernel: Literal["native", "reference"] = "reference"
+) -> None:
     alone = parameters(dtype)
     if kind == "hybrid":
         on, placements = init_device_mesh("cpu", (2, 2)), (Replicate(), Shard(0))
@@ -83,10 +97,16 @@ def equal_to_one_process(variant: dict[str, Any], dtype: torch.dtype, kind: str)
                 alone["matrix"].grad = full
                 if rank < world - 1:
                     together["matrix"].grad = None
-            with kernels.use("reference"):
+            with kernels.use(kernel):
                 ours.step()
                 theirs.step()
-            assert_alike(content(together, ours), content(alone, theirs), SHARED.get(variant["name"], ALONE))
+            found = content(together, ours), content(alone, theirs)
+            if kernel == "reference":
+                assert_alike(*found, SHARED.get(variant["name"], ALONE))
+            else:
+                assert_near(*found)
+                parts = [together[name] for name in SHAPES if together[name].grad is not None]
+                assert {ours.kernels()[p] for p in parts} == {"native"}
     assert ours.skipped == theirs.skipped == {"conv": 1}
     if variant.get("second_moment") == "blocks":
         found = [
@@ -100,17 +120,23 @@ def equal_to_one_process(variant: dict[str, Any], dtype: torch.dtype, kind: str)
                 assert (value.placements, value.device_mesh) == (p.placements, p.device_mesh), (name, key)
 
 
-def all_equal(dtype: torch.dtype, kind: str) -> None:
+def all_equal(dtype: torch.dtype, kind: str, kernel: Any) -> None:
     for variant in VARIANTS:
         try:
-            equal_to_one_process(variant, dtype, kind)
+            equal_to_one_process(variant, dtype, kind, kernel)
         except AssertionError as error:
             raise AssertionError(f"{variant}: {error}") from error
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_equals_one_process(world: int) -> None:
-    run(world, all_equal, torch.bfloat16 if world == 3 else torch.float32, "sharded")
+    run(world, all_equal, torch.bfloat16 if world == 3 else torch.float32, "sharded", "reference")
+
+
+@needs_native
+@pytest.mark.parametrize("world", [2, 3])
+def test_native_kernels_equal_one_process(world: int) -> None:
+    run(world, all_equal, torch.float32, "sharded", "native")
 
 
 def test_hybrid_shards_equal_one_process() -> None:

@@ -42,7 +42,7 @@ class LineMean(StateFormat):
 
     def observe(self, sums: tuple[Tensor, ...], view: Geometry, chunk: Chunk, squared: Tensor) -> None:
         matrix, row, col = chunk
-        owners, _ = self._groups(view, squared.device)
+        owners, _ = self.lines(view, squared.device)
         lines = (row, -1) if self.axis == "row" else (col, -2)
         sums[0][matrix].index_add_(1, owners[lines[0]], squared.sum(lines[1]))
 
@@ -56,11 +56,11 @@ class LineMean(StateFormat):
 
     def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
         mean = state[f"{name}_{self.axis}"]
-        owners, sizes = self._groups(view, mean.device)
+        owners, sizes = self.lines(view, mean.device)
         group = sums[0] / (sizes * (view.cols if self.axis == "row" else view.whole_rows))
         mean.lerp_(group[:, owners].view(mean.shape), 1 - beta)
 
-    def _groups(self, view: Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
+    def lines(self, view: Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
         """The group of each line that is here, and the lines in each group, on all ranks together."""
         owners, sizes = _layout(self.segments, device)
         if self.axis == "col" or view.batched:

@@ -108,7 +108,10 @@ class Work:
         if self._batch is not None:
             finite[self._native] = self._batch.step()
         finite[self._rest] = np.isfinite(_numbers([reference.observe(update) for update in self.rest]))
-        self._apply_rest(finite, None)
+        stepped = [self.updates[i] for i in self._rest if finite[i]]
+        for update in stepped:
+            reference.combine(update)
+            reference.apply(update, reference.measure(update) if reference.measures(update) else None)
         return finite
 
     def apply(self, admitted: NDArray[np.bool_], last: bool = True, add_up: AddUp | None = None) -> None:
@@ -118,22 +121,27 @@ class Work:
             last: no other updates of this step will follow.
             add_up: makes sums over all ranks of what rules measure of each update, if parts of them are elsewhere.
         """
-        if self._batch is not None:
-            self._batch.apply(admitted[self._native], last)
-        self._apply_rest(admitted, add_up)
-
-    def _apply_rest(self, admitted: NDArray[np.bool_], add_up: AddUp | None) -> None:
         stepped = [self.updates[i] for i in self._rest if admitted[i]]
         for update in stepped:
             reference.combine(update)
-        squares = {id(update): reference.measure(update) for update in stepped if reference.measures(update)}
-        squares = add_up(squares) if add_up else squares
+        measured = self._batch.measure(admitted[self._native]) if self._batch is not None else {}
+        squares = {id(self._batch.updates[k]): part for k, part in measured.items()} if self._batch else {}
+        squares |= {id(update): reference.measure(update) for update in stepped if reference.measures(update)}
+        if add_up is not None:
+            squares = add_up(squares)
+        if self._batch is not None:
+            for k, part in measured.items():
+                part.copy_(squares[id(self._batch.updates[k])])  # where the kernels read them
+            self._batch.apply(admitted[self._native], last)
         for update in stepped:
             reference.apply(update, squares.get(id(update)))
 
     def shared_sums(self) -> list[Tensor]:
         """Per update the statistics that belong to all ranks, to be added up in place between the passes; 1-D."""
         found = [torch.zeros(0)] * len(self.updates)
+        for k, i in enumerate(self._native):
+            part = self._batch.shared_sums(k) if self._batch else None
+            found[i] = found[i] if part is None else part
         for i in self._rest:
             update = self.updates[i]
             form = update.plan.exp_avg_sq
@@ -147,7 +155,7 @@ def _choose(update: Update) -> Kernel:
     if fused is False:
         return "reference"
     refused = "no native kernel steps through a projection" if update.plan.projection else native.refusal(update)
-    if refused and fused:
+    if refused and fused and update.whole.grad is not None:  # a gradient that only other ranks have has no memory here
         raise ValueError(
             f"fused=True, but {refused} (parameter {update.name}); use fused=None (the fastest available) or "
             "fused=False (the torch reference)"

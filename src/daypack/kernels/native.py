@@ -11,6 +11,7 @@ import os
 import sys
 from functools import lru_cache
 from itertools import chain
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,29 +21,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from daypack.calibration import codebook
+from daypack.calibration import codebook, maps
 from daypack.calibration.blocks import candidates, default_block_size
-from daypack.formats.base import Geometry
+from daypack.formats.base import Geometry, StateFormat
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
-from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
+from daypack.formats.line_mean import LineMean, group_count
 from daypack.kernels.layouts import Layouts, Places
-from daypack.rules import ADAMW
-from daypack.update import Update
+from daypack.rules import ADAFACTOR, ADAM, ADAMW, LAMB, LION, SGD
+from daypack.update import ParamPlan, Rule, Update
 
-INTERFACE = 2
+INTERFACE = 3
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Scales of larger blocks are left to the reference: a block's fresh moments wait in a buffer of fixed size.
 LARGEST_BLOCK = 4096
 
 # The structs of native/daypack.h.
-_POINTERS = ["param", "grad", "step", "codes", "scale", "codebook", "exp_avg", "exp_avg_sq"]
-_POINTERS += ["row", "col", "block", "sums"]
-_NUMBERS = ["matrices", "rows", "cols", "block_size", "v_block_size", "v_kind", "param_type", "grad_type", "options"]
+_POINTERS = ["param", "grad", "step", "codes", "scale", "codebook", "map", "exp_avg", "exp_avg_sq"]
+_POINTERS += ["v_codes", "v_scale", "v_map", "row", "col", "block", "owners", "sizes", "sums", "squares"]
+_NUMBERS = ["matrices", "rows", "cols", "first", "whole_rows", "block_size", "groups", "numel"]
+_NUMBERS += ["v_block_size", "v_kind", "param_type", "grad_type", "options"]
 PARAM = np.dtype([(name, np.uint64) for name in _POINTERS] + [(name, np.int64) for name in _NUMBERS])
-OPTIONS = np.dtype([(name, np.float64) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")])
-_V_KINDS: dict[type, int] = {Dense: 0, Factored: 1, BlockMean: 2}
+_OPTIONS = ["lr", "beta1", "beta2", "eps", "weight_decay", "sign", "rule", "dampening", "nesterov", "trust_ratio"]
+_OPTIONS += ["beta2_decay", "relative_step", "scale_parameter", "smallest_scale", "clip"]
+OPTIONS = np.dtype([(name, np.float64) for name in _OPTIONS])
+_RULES = {ADAMW: 0, ADAM: 1, SGD: 2, LION: 3, LAMB: 4, ADAFACTOR: 5}
+_FACTORED, _BLOCKS, _ROWS, _COLS = 1, 2, 3, 4  # 0: a second moment for each element, or none
 
 
 @lru_cache(maxsize=1)
@@ -58,7 +63,7 @@ def library() -> ctypes.CDLL | None:
         logging.getLogger("daypack").warning("no native kernels (%s): CPU steps run in torch, which is slower", error)
         return None
     found.daypack_cpu.restype = ctypes.c_char_p
-    for name in ("apply", "step", "codebook"):
+    for name in ("measure", "apply", "step", "codebook", "map_bytes"):
         getattr(found, "daypack_" + name).restype = ctypes.c_int64
     found.daypack_borrow_threads(_openmp())
     return found
@@ -110,19 +115,45 @@ def refusal(update: Update) -> str | None:
         return f"no native kernel on {p.device}"
     if library() is None:
         return "the native kernels are not built"
-    m, v = plan.exp_avg, plan.exp_avg_sq
-    if plan.rule is not ADAMW or type(v) not in _V_KINDS or not isinstance(m, (Dense, BlockQuantized)):
-        return "no native kernel for these formats"
-    if isinstance(m, BlockQuantized) and (m.rounding != "dithered" or m.block_size > LARGEST_BLOCK):
-        return f"no native kernel for blocks over {LARGEST_BLOCK} elements or other rounding than dithered"
-    if update.view.sharded:
-        return "no native kernel for a part of a parameter"
+    refused = _refusal_of_formats(plan)
+    if refused:
+        return refused
     if p.dtype not in TYPES or update.grad.dtype not in TYPES:
         return f"no native kernel for {p.dtype} parameters with {update.grad.dtype} gradients"
     tensors = [p, update.grad, *(value for value in update.state.values() if isinstance(value, Tensor))]
     if not all(map(_is_plain, tensors)):
         return "a tensor is not contiguous, not aligned, or not an ordinary CPU tensor"
     return None
+
+
+@lru_cache(maxsize=4096)
+def _refusal_of_formats(plan: ParamPlan) -> str | None:
+    m, v = plan.exp_avg, plan.exp_avg_sq
+    if plan.rule not in _RULES:
+        return f"no native kernel for the rule {plan.rule.name}"
+    if plan.rule in (SGD, LION):
+        fits = m is not None and v is None
+    else:
+        fits = (m is not None or plan.rule is ADAFACTOR) and v is not None
+    if not fits or (plan.rule is ADAM and v is not None and v.statistics):
+        return f"no native kernel for the rule {plan.rule.name} with these moments"
+    coded = [form for form in (m, v) if isinstance(form, BlockQuantized)]
+    if any(form.block_size > LARGEST_BLOCK for form in coded) or len({form.block_size for form in coded}) > 1:
+        return f"no native kernel for blocks over {LARGEST_BLOCK} elements, or of different sizes"
+    if any(form.codebook == "learned" and (form.rounding != "dithered" or form is v) for form in coded):
+        return "no native kernel for learned codes of second moments or without dither"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _map(name: str) -> tuple[NDArray[np.uint8], int]:
+    """The library's tables for the fixed map ``name``, and their aligned address within."""
+    memory = np.zeros(int(_library().daypack_map_bytes()) + 64, np.uint8)
+    place = -(-memory.ctypes.data // 64) * 64
+    levels, thresholds = maps.levels(name).numpy(), maps.thresholds(name).numpy()
+    if _library().daypack_prepare_map(_at(levels), _at(thresholds), ctypes.c_void_p(place)) != 0:
+        raise ValueError(f"two thresholds of the map {name!r} agree in their upper 16 bits; space its levels further")
+    return memory, place
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -145,8 +176,9 @@ class Batch:
     def __init__(self, updates: list[Update]) -> None:
         self.updates = updates
         self.params = [update.param for update in updates]
-        self.groups = list({id(update.group): update.group for update in updates}.values())
-        index = {id(group): i for i, group in enumerate(self.groups)}
+        rules = {id(update.group): (update.group, update.plan.rule) for update in updates}
+        self.groups = list(rules.values())
+        index = {key: i for i, key in enumerate(rules)}
         table = self.table = np.zeros(len(updates), PARAM)
         table["options"] = [index[id(update.group)] for update in updates]
         table["param"] = [p.data_ptr() for p in self.params]
@@ -156,20 +188,41 @@ class Batch:
             ("matrices", "rows", "cols"), zip(*(u.view.view3 for u in updates), strict=True), strict=True
         ):
             table[name] = value
-        table["v_kind"] = [_V_KINDS[type(update.plan.exp_avg_sq)] for update in updates]
+        table["first"] = [update.view.origin for update in updates]
+        table["whole_rows"] = [update.view.whole_rows for update in updates]
+        table["numel"] = [prod(update.view.whole) for update in updates]
+        table["v_kind"] = [_v_kind(update.plan.exp_avg_sq) for update in updates]
+        for name, moment in (("map", "exp_avg"), ("v_map", "exp_avg_sq")):
+            table[name] = [_map_of(getattr(update.plan, moment)) for update in updates]
+        self._set_lines()
+        self.squares = np.zeros((len(updates), 2), np.float64)
+        table["squares"] = self.squares.ctypes.data + 16 * np.arange(len(updates), dtype=np.uint64)
         self.item_sizes = np.array([update.grad.element_size() for update in updates], np.uint64)
         self.totals = np.zeros(len(updates), np.float32)
         self.sums: NDArray[np.float32] = np.zeros(0, np.float32)
         self.attach()
         self._bring_gradients([update.grad.data_ptr() for update in updates])
 
+    def _set_lines(self) -> None:
+        """Where second moments belong to groups of lines: which, and how large they are."""
+        self._lines: list[Tensor] = []  # kept, because the table points to them
+        for i, update in enumerate(self.updates):
+            form = update.plan.exp_avg_sq
+            if isinstance(form, LineMean):
+                owners, sizes = form.lines(update.view, torch.device("cpu"))
+                self._lines += [owners, sizes]
+                self.table["owners"][i], self.table["sizes"][i] = owners.data_ptr(), sizes.data_ptr()
+                self.table["groups"][i] = group_count(form.segments)
+
     def attach(self) -> None:
         """Fill in the state, which may not exist yet, and what follows from it."""
         table = self.table
         table["v_block_size"] = [_v_block_size(update) for update in self.updates]
+        rows, cols, kinds = table["rows"], table["cols"], table["v_kind"]
+        blocks = rows * -(-cols // np.maximum(table["v_block_size"], 1))
         counts = np.select(
-            [table["v_kind"] == 1, table["v_kind"] == 2],
-            [table["rows"] + table["cols"], table["rows"] * -(-table["cols"] // np.maximum(table["v_block_size"], 1))],
+            [kinds == _FACTORED, kinds == _BLOCKS, kinds == _ROWS, kinds == _COLS],
+            [rows + cols, blocks, rows + table["groups"], rows + cols + table["groups"]],
             0,
         )
         counts *= table["matrices"]
@@ -218,8 +271,28 @@ class Batch:
     def observe(self) -> NDArray[np.float32]:
         """First pass over the gradients; the sum of the squares of each."""
         self._make_room()
-        _library().daypack_observe(*self._params(), torch.get_num_threads(), _at(self.totals))
+        options = self._options()
+        _library().daypack_observe(*self._params(), _at(options), torch.get_num_threads(), _at(self.totals))
         return self.totals
+
+    def measure(self, active: NDArray[np.bool_]) -> dict[int, Tensor]:
+        """Squares that the rules of updates marked by ``active`` measure, by index; views of what `apply` reads."""
+        chosen = [int(i) for i in np.flatnonzero(active) if self.updates[i].plan.rule.measured]
+        if chosen:
+            options, flags = self._options(), active.astype(np.uint8)
+            bad = _library().daypack_measure(*self._params(), _at(options), _at(flags), torch.get_num_threads())
+            self._check(bad)
+        return {i: torch.from_numpy(self.squares[i]) for i in chosen}
+
+    def shared_sums(self, index: int) -> Tensor | None:
+        """What of an update's statistics belongs to all ranks, a view to be added up in place; None if nothing does."""
+        update = self.updates[index]
+        form = update.plan.exp_avg_sq
+        count = form.shared(update.view) if form else 0
+        if not count:
+            return None
+        end = int(self.sum_offsets[index + 1]) // 4 if index + 1 < len(self.updates) else self.sum_count
+        return torch.from_numpy(self.sums[end - count : end])  # they come last
 
     def apply(self, active: NDArray[np.bool_], last: bool = True) -> None:
         """Second pass over the parameters that ``active`` marks. Counts their steps. ``last``: no more will follow."""
@@ -244,22 +317,25 @@ class Batch:
         return _at(self.table), ctypes.c_int64(len(self.table))
 
     def _options(self) -> NDArray[Any]:
-        return np.array([_options(group) for group in self.groups], OPTIONS)
+        return np.array([_options(*entry) for entry in self.groups], OPTIONS)
 
     def _make_room(self) -> None:
-        self.sums = np.empty(self.sum_count, np.float32)
+        self.sums = np.zeros(self.sum_count, np.float32)  # a rank's part may be empty
         self.table["sums"] = self.sum_offsets + np.uint64(self.sums.ctypes.data)
 
     def _done(self, bad: int, active: NDArray[np.bool_]) -> None:
         self.sums = np.zeros(0, np.float32)
+        self._check(bad)
+        # Autograd must notice that values it saved for a backward pass are not there any more.
+        stepped = self.params if active.all() else [self.params[i] for i in np.flatnonzero(active)]
+        torch.autograd.graph.increment_version(stepped)
+
+    def _check(self, bad: int) -> None:
         if bad >= 0:
             raise ValueError(
                 f"the codebook of parameter {self.updates[bad].name} is not 256 multiples of 1/{codebook.GRID} that "
                 "rise from -1 to 1; nothing was updated; load an undamaged checkpoint"
             )
-        # Autograd must notice that values it saved for a backward pass are not there any more.
-        stepped = self.params if active.all() else [self.params[i] for i in np.flatnonzero(active)]
-        torch.autograd.graph.increment_version(stepped)
 
 
 #: State keys that the kernels read, and the field of the table that points to each.
@@ -270,6 +346,8 @@ _FIELDS = {
     "exp_avg_codebook": "codebook",
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
+    "exp_avg_sq_codes": "v_codes",
+    "exp_avg_sq_scale": "v_scale",
     "exp_avg_sq_row": "row",
     "exp_avg_sq_col": "col",
     "exp_avg_sq_block": "block",
@@ -282,9 +360,21 @@ _gradient = attrgetter("grad")
 
 
 def _block_size(update: Update) -> int:
-    """Elements per scale of a coded first moment; 1 where it is dense."""
-    form = update.plan.exp_avg
-    return max(1, min(form.block_size, update.view.cols)) if isinstance(form, BlockQuantized) else 1
+    """Elements per scale of coded moments; 1 where none is coded."""
+    forms = (update.plan.exp_avg, update.plan.exp_avg_sq)
+    sizes = [form.block_size for form in forms if isinstance(form, BlockQuantized)]
+    return max(1, min(sizes[0], update.view.cols)) if sizes else 1
+
+
+def _v_kind(form: StateFormat | None) -> int:
+    if isinstance(form, LineMean):
+        return _ROWS if form.axis == "row" else _COLS
+    return _FACTORED if isinstance(form, Factored) else _BLOCKS if isinstance(form, BlockMean) else 0
+
+
+def _map_of(form: StateFormat | None) -> int:
+    """Address of the tables of a fixed map; 0 where a moment has none."""
+    return _map(form.codebook)[1] if isinstance(form, BlockQuantized) and form.codebook != "learned" else 0
 
 
 def _v_block_size(update: Update) -> int:
@@ -294,10 +384,19 @@ def _v_block_size(update: Update) -> int:
     return int(update.state.get(_BLOCK_SIZE, 0)) or default_block_size(update.view.cols)
 
 
-def _options(group: Any) -> tuple[float, ...]:
-    beta1, beta2 = group["betas"]
-    numbers = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-    return (*map(float, numbers), -1.0 if group["maximize"] else 1.0)
+def _options(group: Any, rule: Rule) -> tuple[float, ...]:
+    """The fields of `OPTIONS`; what the rule does not know is 0."""
+    numbers = {name: group.get(name, 0.0) for name in _OPTIONS}
+    numbers.update(sign=-1.0 if group["maximize"] else 1.0, rule=_RULES[rule])
+    if "betas" in group:
+        numbers["beta1"], numbers["beta2"] = group["betas"]
+    if rule is SGD:
+        numbers["beta1"] = group["momentum"]
+    if rule is ADAFACTOR:
+        eps, numbers["smallest_scale"] = group["eps"]
+        numbers["eps"] = torch.finfo(torch.float32).eps if eps is None else eps
+        numbers["beta1"], numbers["clip"] = group["beta1"] or 0.0, group["d"]
+    return tuple(map(float, numbers.values()))
 
 
 # ---------------------------------------------------------------- calibration
