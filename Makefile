@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/daypack compare --optimizers adamw,gefen --out runs --name demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -36,7 +36,7 @@ sanitize: $(READY)
 	DAYPACK_CXXFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/objects
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 DAYPACK_NATIVE=build/sanitize/daypack/kernels/_native.so \
-	  $(BIN)/python -m pytest -q $(SANITIZED)
+	  $(BIN)/python -m pytest -q -n 2 $(SANITIZED)
 
 # torch goes in first and alone: the constraint keeps every later package from pulling another build of it.
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
