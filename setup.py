@@ -16,7 +16,20 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ("codec", "map", "codebook", "calibrate", "cpu", "look", "pool", "observe", "options", "apply", "steps", "kernels_portable")
+SOURCES = (
+    "codec",
+    "map",
+    "codebook",
+    "calibrate",
+    "cpu",
+    "look",
+    "pool",
+    "observe",
+    "options",
+    "apply",
+    "steps",
+    "kernels_portable",
+)
 X86_SOURCES = {
     "kernels_avx2": ("-mavx2", "-mfma", "-mf16c"),
     "kernels_avx512": (
