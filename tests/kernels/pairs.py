@@ -39,7 +39,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "empty": (0, 8),
     "thin": (2, 3),
 }
-#: Every rule with every way to store its moments, in options that reach all of its arithmetic. Gefen has tests of its own.
+#: Every rule with every way to store its moments, in options that reach all of its arithmetic (Gefen: elsewhere).
 CELLS: dict[str, dict[str, Any]] = {
     "adamw8bit": {"name": "adamw8bit", "weight_decay": 0.1, "min_8bit_size": 1},
     "adamw8bit-linear": {"name": "adamw8bit", "map": "linear", "block_size": 100, "maximize": True, "min_8bit_size": 1},

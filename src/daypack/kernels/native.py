@@ -26,7 +26,6 @@ from daypack.calibration.blocks import block_size_from_scores, candidates, defau
 from daypack.formats.base import Geometry, StateFormat
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
-from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.formats.line_mean import LineMean, group_count
 from daypack.kernels.layouts import Layouts, Places
