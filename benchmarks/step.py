@@ -2,7 +2,8 @@
 
 All contenders of a workload step in turn, round after round, on the same gradients; figures are medians over the rounds
 and ratios medians of the ratios within a round, so that other work on the machine weighs on all alike. Bytes are those
-that a step must move between memory and processor: parameter, gradient (Gefen reads it twice) and state, both ways.
+that a step must move between memory and processor: parameter, gradient (ours is read twice, three times where a rule
+measures whole tensors) and state, both ways.
 """
 
 from __future__ import annotations
@@ -33,10 +34,32 @@ WORKLOADS: dict[str, Shapes] = {
 }
 
 
+#: Label -> name in the registry, options, and bytes per element that a step moves beside parameter and gradient.
+OURS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "gefen": ("gefen", {}, 2),
+    "gefen-blocks": ("gefen", {"second_moment": "blocks"}, 2),
+    "adam-mini": ("adam_mini", {}, 8),
+    "adam-mini-8bit": ("adam_mini", {"bits": 8}, 2),
+    "adamw8bit": ("adamw8bit", {}, 4),
+    "adam8bit": ("adam8bit", {}, 4),
+    "sgd8bit": ("sgd8bit", {"momentum": 0.9}, 2),
+    "lion8bit": ("lion8bit", {}, 2),
+    "adafactor": ("adafactor", {}, 0),
+    "adafactor-beta1": ("adafactor", {"beta1": 0.9}, 8),
+    "adafactor-8bit": ("adafactor", {"beta1": 0.9, "bits": 8}, 3),
+    "lamb": ("lamb", {}, 24),
+    "lamb-factored": ("lamb", {"second_moment": "factored"}, 12),
+    "lamb-8bit": ("lamb", {"bits": 8, "second_moment": "factored"}, 3),
+}
+
+
+def _ours(name: str, options: dict[str, Any], _: float) -> Callable[[Iterable[Parameter]], torch.optim.Optimizer]:
+    return lambda ps: daypack.create(name, ps, **options)
+
+
 def contenders() -> dict[str, Callable[[Iterable[Parameter]], torch.optim.Optimizer]]:
     found: dict[str, Callable[[Iterable[Parameter]], torch.optim.Optimizer]] = {
-        "gefen": lambda ps: daypack.Gefen(ps),
-        "gefen-blocks": lambda ps: daypack.Gefen(ps, second_moment="blocks"),
+        **{name: _ours(*choice) for name, choice in OURS.items()},
         "adamw-fused": lambda ps: torch.optim.AdamW(ps, fused=True),
         "adamw-foreach": lambda ps: torch.optim.AdamW(ps, foreach=True),
     }
@@ -57,12 +80,10 @@ def contenders() -> dict[str, Callable[[Iterable[Parameter]], torch.optim.Optimi
 
 def moved(name: str, dtype: torch.dtype) -> float:
     """Bytes per parameter that a step reads and writes."""
-    size = dtype.itemsize
-    if name.startswith("gefen"):
-        return 2 * size + size + size + 2  # gradient twice, parameter both ways, codes both ways
-    if name.startswith("adamw"):
-        return 7 * size
-    return 3 * size + 4
+    if name in OURS:
+        measures = name.startswith(("adafactor", "lamb"))  # parameter and gradient once more
+        return (6 if measures else 4) * dtype.itemsize + OURS[name][2]  # parameter both ways, gradient twice
+    return 7 * dtype.itemsize if name.startswith("adamw") else 3 * dtype.itemsize + 4
 
 
 def seconds(function: Callable[[], Any]) -> float:

@@ -88,28 +88,38 @@ static __attribute__((noinline)) void step_run(const Run& run, const Step& step)
   }
 }
 
+// Sum of squares in double, whose range no fp32 number leaves.
+static inline double sum_of_squares(const float* __restrict x, int n) {
+  constexpr int LANES = 16;
+  double lanes[LANES] = {}, sum = 0;
+  int i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int k = 0; k < LANES; ++k) lanes[k] += static_cast<double>(x[i + k]) * static_cast<double>(x[i + k]);
+  for (int k = 0; i + k < n; ++k) lanes[k] += static_cast<double>(x[i + k]) * static_cast<double>(x[i + k]);
+  for (double lane : lanes) sum += lane;
+  return sum;
+}
+
 // Adds the squares of the parameter and of what the rule measures to `squares`.
 template <class Rule, Second V>
 static __attribute__((noinline)) void measure_run(const Run& run, const Step& step, double* squares) {
-  constexpr int LANES = 16;
+  constexpr int MOST = 256;
   const Step s = step;
-  const float unbias2 = 1 / s.correction2;
-  double params[LANES] = {}, measures[LANES] = {};
-  const auto add = [&](int i, int lane) {
-    const float grad = s.sign * run.g[i];
-    float rooted = 0;
-    if (V == SHARED) rooted = run.factor * run.root[i];
-    if (V == OWN) rooted = __builtin_sqrtf((s.beta2 * run.v[i] + s.fresh2 * (grad * grad)) * unbias2);
-    const double p = run.p[i];
-    const double measured = Rule::measured(s, run.p[i], grad, rooted, Rule::KEEPS ? run.m[i] : 0);
-    params[lane] += p * p;
-    measures[lane] += measured * measured;
-  };
-  int i = 0;
-  for (; i + LANES <= run.n; i += LANES)
-    for (int k = 0; k < LANES; ++k) add(i + k, k);
-  for (int k = 0; i + k < run.n; ++k) add(i + k, k);
-  for (int k = 0; k < LANES; ++k) squares[0] += params[k], squares[1] += measures[k];
+  const float factor = run.factor, unbias2 = 1 / s.correction2;
+  float measured[MOST];
+  for (int at = 0; at < run.n; at += MOST) {
+    const int n = run.n - at < MOST ? run.n - at : MOST;
+    const float *__restrict g = run.g + at, *__restrict p = run.p + at, *__restrict root = run.root + at;
+    const float *__restrict m = Rule::KEEPS ? run.m + at : nullptr, *__restrict v = V == OWN ? run.v + at : nullptr;
+    for (int i = 0; i < n; ++i) {
+      const float grad = s.sign * g[i];
+      const float rooted = V == OWN ? __builtin_sqrtf((s.beta2 * v[i] + s.fresh2 * (grad * grad)) * unbias2)
+                                    : factor * root[i];
+      measured[i] = Rule::measured(s, p[i], grad, rooted, Rule::KEEPS ? m[i] : 0);
+    }
+    squares[0] += sum_of_squares(p, n);
+    squares[1] += sum_of_squares(measured, n);
+  }
 }
 
 template <Second V>

@@ -120,12 +120,22 @@ class Runs {
 
   typename P::Raw* params() const { return static_cast<typename P::Raw*>(d_.param); }
 
+  template <class T>
+  static void prefetch_next(const T* x, int n) {
+    for (int i = 0; i < n; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(x + n + i);
+  }
+
   Run load(const float* root, int n) {
+    if (d_.codes != nullptr) prefetch_next(d_.codes + at_, n);
+    if (d_.v_codes != nullptr) {
+      // Two codecs take so long that the processor would not ask for the next block in time; otherwise it does.
+      prefetch_next(d_.v_codes + at_, n);
+      prefetch_next(static_cast<const typename G::Raw*>(d_.grad) + at_, n);
+      prefetch_next(params() + at_, n);
+    }
     const auto* g = static_cast<const typename G::Raw*>(d_.grad) + at_;
     Run run{widen(const_cast<typename G::Raw*>(g), n, g_, G{}), widen(params() + at_, n, p_, P{}), nullptr, nullptr,
             root, roots_.factor, n};
-    for (int i = 0; i < n; i += 64 / static_cast<int>(sizeof(typename G::Raw))) __builtin_prefetch(g + n + i);
-    for (int i = 0; i < n; i += 64 / static_cast<int>(sizeof(typename P::Raw))) __builtin_prefetch(params() + at_ + n + i);
     if (d_.exp_avg != nullptr) run.m = d_.exp_avg + at_;
     if (d_.exp_avg_sq != nullptr) run.v = d_.exp_avg_sq + at_;
     if (s_.codec != nullptr) {

@@ -39,6 +39,30 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "empty": (0, 8),
     "thin": (2, 3),
 }
+#: Every rule with every way to store its moments, in options that reach all of its arithmetic (Gefen: elsewhere).
+CELLS: dict[str, dict[str, Any]] = {
+    "adamw8bit": {"name": "adamw8bit", "weight_decay": 0.1, "min_8bit_size": 1},
+    "adamw8bit-linear": {"name": "adamw8bit", "map": "linear", "block_size": 100, "maximize": True, "min_8bit_size": 1},
+    "adamw8bit-companded": {"name": "adamw8bit", "map": "companded", "betas": (0.8, 0.9), "weight_decay": 0.0},
+    # A large eps: gradient and decay may nearly cancel, and m / sqrt(v) would show what is left of their last bits.
+    "adam8bit": {"name": "adam8bit", "weight_decay": 0.1, "eps": 0.1, "maximize": True, "min_8bit_size": 1},
+    "sgd8bit": {"name": "sgd8bit", "momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "min_8bit_size": 1},
+    "sgd8bit-dampened": {"name": "sgd8bit", "momentum": 0.8, "dampening": 0.3, "block_size": 64},
+    "lion8bit": {"name": "lion8bit", "lr": 7e-3, "weight_decay": 0.1, "min_8bit_size": 1},
+    "adam-mini": {"name": "adam_mini", "weight_decay": 0.1},
+    "adam-mini-8bit": {"name": "adam_mini", "bits": 8},
+    "adafactor": {"name": "adafactor", "weight_decay": 0.1},
+    "adafactor-beta1": {"name": "adafactor", "beta1": 0.9, "scale_parameter": False, "eps": (1e-3, 1e-3)},
+    "adafactor-8bit": {"name": "adafactor", "beta1": 0.9, "bits": 8, "relative_step": False, "maximize": True},
+    "lamb": {"name": "lamb", "weight_decay": 0.1},
+    "lamb-factored": {"name": "lamb", "second_moment": "factored", "maximize": True},
+    "lamb-8bit": {"name": "lamb", "bits": 8, "second_moment": "factored"},
+    "lamb-8bit-dense": {"name": "lamb", "bits": 8, "trust_ratio": False},
+}
+for _options in CELLS.values():
+    _options.setdefault("lr", 1e-2)
+    if _options["name"] == "adam_mini":
+        _options["partition"] = [("matrix", "head:8"), ("wide", "tensor"), ("both", "column"), ("experts", "column")]
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,10 +120,14 @@ def small_gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
     return gradient(name, shape, step)
 
 
+def create(params: Params, options: dict[str, Any]) -> Any:
+    return daypack.create(params=params.items(), **{"name": "gefen", **options})
+
+
 def twin(params: Params, optimizer: Any, options: dict[str, Any]) -> tuple[Params, Any]:
     """Copies of the parameters under an optimizer with a copy of the state."""
     copies = {name: Parameter(p.detach().clone()) for name, p in params.items()}
-    other = daypack.Gefen(copies.values(), **options)
+    other = create(copies, options)
     if optimizer.state:
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return copies, other
@@ -109,7 +137,7 @@ def compare(
     params: Params, dtype: torch.dtype, options: dict[str, Any], steps: int, make: Gradient = small_gradient
 ) -> Iterator[Pair]:
     """Step ``params`` natively and, each time from the same state, with the reference."""
-    optimizer = daypack.Gefen(params.values(), **options)
+    optimizer = create(params, options)
     for step in range(steps):
         copies, reference = twin(params, optimizer, options)
         before = {name: p.detach().clone() for name, p in params.items()}

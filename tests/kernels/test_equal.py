@@ -18,7 +18,7 @@ import daypack
 from daypack import kernels
 
 from ..conformance.scene import noise
-from .pairs import SHAPES, TYPES, Pair, compare, cpu, needs_native, parameters, set_gradient
+from .pairs import CELLS, SHAPES, TYPES, Pair, compare, cpu, needs_native, parameters, set_gradient
 
 __all__ = ["cpu"]
 pytestmark = needs_native
@@ -26,6 +26,10 @@ pytestmark = needs_native
 ULP = 2.0**-23
 #: Codes that may differ, of a million, and scales (where the largest moment rounds to another bf16), of a thousand.
 CODES_PER_MILLION, SCALES_PER_MILLE = 10, 1
+#: Beside a fixed map the scale is the largest moment itself, whose last bits move every value that it divides.
+NEAREST_PER_MILLION = 60
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 1e-2, "weight_decay": 0.1},
@@ -41,14 +45,20 @@ def assert_equal(pairs: Iterable[Pair], codes_per_million: float = CODES_PER_MIL
     for pair in pairs:
         name, state, reference = pair.name, pair.state, pair.reference
         assert state.keys() == reference.keys()
-        for key in state.keys() - {"exp_avg_codes", "exp_avg_scale"}:
+        for key in state.keys() - {f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scale")}:
             close(pair, key)
-        if "exp_avg_codes" in state and pair.ours.numel():
-            scale, other = (s["exp_avg_scale"].view(torch.int16).int() for s in (state, reference))
-            assert (scale - other).abs().max() <= 1, name
-            scales, blocks = scales + int((scale != other).sum()), blocks + scale.numel()
-            if torch.equal(scale, other):
-                distance = (state["exp_avg_codes"].int() - reference["exp_avg_codes"].int()).abs()
+        for moment in MOMENTS if pair.ours.numel() else ():
+            if moment + "_codes" not in state:
+                continue
+            scale, other = state[moment + "_scale"], reference[moment + "_scale"]
+            apart = (places(scale) - places(other)).abs()
+            if scale.dtype == torch.float32:  # the largest moment itself
+                close(pair, moment + "_scale")
+            else:
+                assert apart.max() <= 1, name
+                scales, blocks = scales + int((apart > 0).sum()), blocks + scale.numel()
+            distance = (state[moment + "_codes"].int() - reference[moment + "_codes"].int()).abs()
+            if scale.dtype == torch.float32 or not apart.any():
                 assert distance.max() <= 1, name
                 codes, elements = codes + int(distance.sum()), elements + distance.numel()
         off, count = parameter(pair)
@@ -60,9 +70,9 @@ def assert_equal(pairs: Iterable[Pair], codes_per_million: float = CODES_PER_MIL
 
 def close(pair: Pair, key: str) -> None:
     ours, theirs, what = pair.state[key], pair.reference[key], f"{pair.name} {key}"
-    if key in ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq_block"):  # sums in another order
+    if key.startswith("exp_avg_sq") and ours.dtype == torch.float32:  # sums in another order
         torch.testing.assert_close(ours, theirs, rtol=64 * ULP, atol=1e-44, msg=lambda m: f"{what}: {m}")
-    elif key == "exp_avg":  # the old and the new part may cancel
+    elif key in ("exp_avg", "exp_avg_scale"):  # the old and the new part may cancel
         assert ours.shape == theirs.shape, what
         if ours.numel():
             slack = 4 * ULP * max(float(theirs.abs().max()), float(pair.grad.abs().max())) + 4e-45
@@ -91,9 +101,10 @@ def parameter(pair: Pair) -> tuple[int, int]:
 
 
 def places(x: Tensor) -> Tensor:
-    """Numbers of a 16-bit type by their rank; both zeros are 0."""
-    bits = x.view(torch.int16).int()
-    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+    """Numbers by their rank among those of their type; both zeros are 0."""
+    bits = x.view(torch.int32).long() if x.dtype == torch.float32 else x.view(torch.int16).long()
+    largest = 0x7FFFFFFF if x.dtype == torch.float32 else 0x7FFF
+    return torch.where(bits < 0, -(bits & largest), bits)
 
 
 @pytest.mark.parametrize("second_moment", ["factored", "blocks"])
@@ -178,3 +189,51 @@ def test_denormal_parameters_and_infinities(cpu: str) -> None:
             p.data.view(-1)[5] = float("inf")
         for lr in (0.0, 1e-30):
             assert_equal(compare(params, torch.float32, {"lr": lr, "weight_decay": 0.5}, 2))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_cell_on_all_shapes(cpu: str, cell: str) -> None:
+    assert_equal(compare(parameters(torch.float32), torch.float32, CELLS[cell], 3), NEAREST_PER_MILLION)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_cell_in_all_dtypes(cpu: str, cell: str) -> None:
+    names = ("matrix", "convolution", "experts", "prime", "short", "vector", "scalar", "thin")
+    shapes = {name: SHAPES[name] for name in names}
+    for dtype in TYPES:
+        for grad_dtype in TYPES:
+            assert_equal(compare(parameters(dtype, shapes), grad_dtype, CELLS[cell], 2), NEAREST_PER_MILLION)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_cell_with_zeros(cpu: str, cell: str) -> None:
+    """A zero gradient at first, then rows and columns of zeros: no code of a second moment may become 0."""
+
+    def make(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+        g = 0.01 * noise(shape, name, step)
+        if len(shape) == 2:
+            g[:, : shape[1] // 3] = 0
+            g[::5] = 0
+        return g * (step in (1, 2))
+
+    shapes = {name: SHAPES[name] for name in ("matrix", "prime", "short", "line", "vector")}
+    assert_equal(compare(parameters(torch.float32, shapes), torch.float32, CELLS[cell], 4, make))
+
+
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-27, 1e-15, 1e-12, 1e5, 1e16])
+@pytest.mark.parametrize("cell", ["adamw8bit", "adamw8bit-companded", "lion8bit", "adam-mini", "lamb", "adafactor"])
+def test_cells_with_tiny_and_huge_gradients(cpu: str, cell: str, magnitude: float) -> None:
+    def make(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+        return magnitude * noise(shape, name, step)
+
+    shapes = {name: SHAPES[name] for name in ("matrix", "short", "vector")}
+    params = parameters(torch.float32, shapes)
+    assert_equal(compare(params, torch.float32, CELLS[cell], 3, make), codes_per_million=100)
+
+
+@pytest.mark.parametrize("cols", [1, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 319, 320, 321, 513])
+def test_cells_with_every_length_of_row(cpu: str, cols: int) -> None:
+    params = parameters(torch.float32, {str(rows): (rows, cols) for rows in (2, 7, 64)})
+    for cell in ("adamw8bit", "sgd8bit", "adam-mini", "adafactor-8bit", "lamb-8bit"):
+        options = {key: value for key, value in CELLS[cell].items() if key != "partition"}
+        assert_equal(compare(params, torch.float32, options, 2))

@@ -17,7 +17,7 @@ from daypack.calibration import codebook
 from daypack.kernels import native
 
 from ..conformance.scene import Params, assert_same, gradient, noise, state_of, values
-from .pairs import SHAPES, cpu, needs_native, parameters, set_gradient
+from .pairs import CELLS, SHAPES, cpu, create, needs_native, parameters, set_gradient
 
 __all__ = ["cpu"]
 pytestmark = needs_native
@@ -42,6 +42,24 @@ def test_any_number_of_threads_gives_the_same_bits(cpu: str, second_moment: str)
             params = parameters(torch.float32)
             optimizer = daypack.Gefen(params.values(), lr=1e-2, second_moment=second_moment)
             train(optimizer, params, range(2))
+        finally:
+            torch.set_num_threads(1)
+        results.append((values(params), state_of(optimizer, params)))
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_threads_and_separate_passes_change_no_bit_of_a_cell(cell: str) -> None:
+    """Statistics and norms are added up in an order that shapes alone decide."""
+    results = []
+    for threads, nonfinite in ((1, "skip"), (2, "skip"), (5, "skip"), (2, "raise")):
+        torch.set_num_threads(threads)
+        try:
+            params = parameters(torch.float32)
+            optimizer = create(params, {**CELLS[cell], "nonfinite": nonfinite})
+            train(optimizer, params, range(2))
+            assert set(optimizer.kernels().values()) == {"native"}
         finally:
             torch.set_num_threads(1)
         results.append((values(params), state_of(optimizer, params)))
