@@ -111,7 +111,7 @@ def refusal(update: Update) -> str | None:
     if library() is None:
         return "the native kernels are not built"
     m, v = plan.exp_avg, plan.exp_avg_sq
-    if plan.rule is not ADAMW or type(v) not in _V_KINDS or not isinstance(m, (Dense, BlockQuantized)):
+    if plan.rule is not ADAMW or type(v) not in _V_KINDS or type(m) not in (Dense, BlockQuantized):
         return "no native kernel for these formats"
     if isinstance(m, BlockQuantized) and (m.rounding != "dithered" or m.block_size > LARGEST_BLOCK):
         return f"no native kernel for blocks over {LARGEST_BLOCK} elements or other rounding than dithered"
