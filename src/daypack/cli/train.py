@@ -53,9 +53,7 @@ def start(given: Mapping[str, Any], *, out: Path, name: str | None, checkpoint_e
     with thread_count(config.threads):
         job = Job(config)
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(
-            folder, "train", provenance(folder.name, job.corpus, config.threads), [{"config": config.to_dict()}]
-        )
+        write_config(folder, "train", provenance(folder.name, job.task, config.threads), [{"config": config.to_dict()}])
         return _go_on(job, folder / CHECKPOINT, [], checkpoint_every)
 
 
@@ -120,7 +118,7 @@ def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -
         console.print(f"{path} is at its last step, {job.step}; nothing left to do", soft_wrap=True)
         return 0
     result = finish(job, records)
-    write_report(folder, "train", provenance(folder.name, job.corpus, config.threads), [result])
+    write_report(folder, "train", provenance(folder.name, job.task, config.threads), [result])
     console.print(comparison_table(summarise([result])))
     console.print(f"report: {folder / 'report.html'}  checkpoint: {path}", soft_wrap=True)
     return 0
