@@ -30,19 +30,24 @@ def provenance(name: str, task: Task, threads: int | None) -> Provenance:
     return Provenance(name, command_line(), task.source, task.fingerprint, versions(threads))
 
 
+def config_of(given: Mapping[str, Any]) -> TrainConfig:
+    """The config of a new run; options that are None keep their defaults."""
+    return with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
+
+
 def run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
     """Compare, print, and write the report; returns the exit code. Of several ranks the first one prints and writes."""
+    base = config_of(given)
     with (
-        processes(given.get("parallel") or "none", given.get("device") or "cpu") as ranks,
+        processes(base.parallel, base.device) as ranks,
         only_first(ranks, out) as out,
     ):
-        return _run(given, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
+        return _run(base, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
 
 
-def _run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
+def _run(base: TrainConfig, *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
     folder = run_folder(out, name)
     require_free(folder, "compare")
-    base = with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
     names = [part.strip() for part in optimizers.split(",") if part.strip()]
     configs = grid(base, names, seeds, parse_lr(lr, names, base.lr))
     task = load_task(base)

@@ -86,10 +86,10 @@ class TrainConfig:
         sizes = kind(self.task).models
         if self.model not in sizes:
             raise ValueError(f"unknown model {self.model!r}; choose one of {', '.join(sizes)} (task {self.task!r})")
-        if self.task != "text" and self.data is not None:
-            raise ValueError(f"data is for the text task; task {self.task!r} has its own, so leave --data out")
         if self.task != "text" and self.parallel != "none":
             raise ValueError(f"parallel {self.parallel!r} is for the text task; train {self.task!r} on one process")
+        if self.task != "text" and self.data is not None:
+            raise ValueError(f"data is for the text task; task {self.task!r} has its own, so leave --data out")
 
     @property
     def label(self) -> str:
