@@ -12,6 +12,7 @@ import torch
 
 import daypack
 from daypack.calibration import codebook
+from daypack.kernels import dispatch
 
 SHAPES = [(1024, 1024), (2816, 1024), (1024, 2816), (4096, 512), (1024,), (256, 64, 3, 3)]
 ROUNDS = 5
@@ -29,7 +30,7 @@ def main() -> None:
     for round_ in range(ROUNDS):
         generator = torch.Generator().manual_seed(round_)
         counts = torch.randint(0, 10_000, (codebook.BINS,), generator=generator)
-        learn.append(seconds(lambda counts=counts: codebook.learn(counts, 256)))
+        learn.append(seconds(lambda counts=counts: dispatch.learn(counts, 256)))
         for second_moment in ("factored", "blocks"):
             params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
             for p in params:
@@ -38,7 +39,7 @@ def main() -> None:
             first.setdefault(second_moment, []).append(seconds(optimizer.step))
             later.setdefault(second_moment, []).extend(seconds(optimizer.step) for _ in range(3))
     book = statistics.median(learn)
-    print(f"codebook, {codebook.BINS} bins, {codebook.LEVELS} levels: {book:.3f} s (median of {ROUNDS})")
+    print(f"codebook, {codebook.BINS} bins, {codebook.LEVELS} levels: {book * 1e3:.0f} ms (median of {ROUNDS})")
     for second_moment, times in first.items():
         step = statistics.median(later[second_moment])
         excess = (statistics.median(times) - book) / step

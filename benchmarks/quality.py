@@ -18,7 +18,7 @@ import math
 import platform
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.optim import registry
 from daypack.training.config import TrainConfig
-from daypack.training.corpus import Corpus, load_corpus
 from daypack.training.loop import run
-from daypack.update import Hyper, ParamPlan
+from daypack.training.text import TextTask
+from daypack.update import Elements, Hyper, Norms, ParamPlan, Rule
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 BASELINE = "adamw"
@@ -56,16 +56,24 @@ class WideScale(BlockQuantized):
         )
 
 
-def bounded(m: Tensor, v: Tensor, hyper: Hyper) -> Tensor:
+def bounded(x: Elements, hyper: Hyper, _: Norms | None) -> tuple[Tensor, Tensor | None]:
     """AdamW's direction, each element within the bound that AdamW itself keeps: (1 - b1) / sqrt(1 - b2)."""
+    direction, m = rules.ADAMW.direction(x, hyper, None)
     limit = (1 - hyper.beta1) / math.sqrt(1 - hyper.beta2)
-    return rules.adamw(m, v, hyper).clamp_(-limit, limit)
+    return direction.clamp_(-limit, limit), m
 
 
-def clipped(m: Tensor, v: Tensor, hyper: Hyper) -> Tensor:
-    """AdamW's direction scaled down to a root mean square of 1, as Adafactor does. Right for one-chunk parameters."""
-    u = rules.adamw(m, v, hyper)
-    return u.div_(u.square().mean().sqrt_().clamp_(min=1.0))
+def clipped(x: Elements, hyper: Hyper, norms: Norms | None) -> tuple[Tensor, Tensor | None]:
+    """AdamW's direction scaled down to a root mean square of 1, as Adafactor does."""
+    assert norms is not None
+    direction, m = rules.ADAMW.direction(x, hyper, None)
+    return direction.div_(max(1.0, norms.measured / norms.numel**0.5)), m
+
+
+BOUNDED = replace(rules.ADAMW, name="bounded", direction=bounded)
+CLIPPED = replace(
+    rules.ADAMW, name="clipped", direction=clipped, measured=lambda x, hyper: rules.ADAMW.direction(x, hyper, None)[0]
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Variant:
 def variants() -> dict[str, Variant]:
     coded, factored, dense = BlockQuantized(), Factored(), Dense()
 
-    def of(m: Any, v: Any, about: str, rule: Callable[..., Tensor] = rules.adamw, **kwargs: Any) -> Variant:
+    def of(m: Any, v: Any, about: str, rule: Rule = rules.ADAMW, **kwargs: Any) -> Variant:
         return Variant(ParamPlan(rule, m, v), about, **kwargs)
 
     return {
@@ -94,8 +102,8 @@ def variants() -> dict[str, Variant]:
         "block 64": of(BlockQuantized(64), factored, "scale per 64 elements"),
         "block 128": of(BlockQuantized(128), factored, "scale per 128 elements"),
         "fp32 scale": of(WideScale(), factored, "scales in fp32"),
-        "bounded": of(coded, factored, "update within AdamW's bound", rule=bounded),
-        "clipped": of(coded, factored, "update's RMS clipped to 1", rule=clipped),
+        "bounded": of(coded, factored, "update within AdamW's bound", rule=BOUNDED),
+        "clipped": of(coded, factored, "update's RMS clipped to 1", rule=CLIPPED),
         "dense embedding": of(coded, factored, "embedding keeps a dense v", dense_embedding=True),
     }
 
@@ -105,8 +113,8 @@ class Ablation(daypack.Gefen):
 
     variant: Variant
 
-    def plan(self, shape: torch.Size, dtype: torch.dtype, group: dict[str, Any]) -> ParamPlan:
-        usual = super().plan(shape, dtype, group)
+    def plan(self, shape: torch.Size, dtype: torch.dtype, group: dict[str, Any], name: str) -> ParamPlan:
+        usual = super().plan(shape, dtype, group, name)
         if isinstance(usual.exp_avg, Dense):
             return usual
         assert self.variant.plan is not None
@@ -151,11 +159,11 @@ def load_results() -> dict[Cell, dict[str, Any]]:
 
 def run_cells(cells: list[Cell]) -> None:
     register()
-    corpus: Corpus = load_corpus(None)
+    task = TextTask.load(TrainConfig())
     for cell in cells:
         if cell in load_results():  # read anew each time: another process may be filling the same file
             continue
-        result = run(cell.config(), corpus)
+        result = run(cell.config(), task)
         row = {
             "cell": cell.__dict__,
             "loss": result.validation_loss,

@@ -68,7 +68,9 @@ def main() -> None:
                 block_quantized.dither = (
                     dither
                     if rounding != "random"
-                    else lambda v, c, s, like: torch.rand(like.shape, generator=generator)
+                    else lambda v, c, s, like: torch.randint(
+                        -(2**31), 2**31, like.shape, dtype=torch.int32, generator=generator
+                    )
                 )
                 form = BlockQuantized(block, "nearest" if rounding == "nearest" else "dithered")
                 found[rounding] = measure(form, streams()[name])

@@ -54,6 +54,21 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
+@pytest.mark.parametrize("task", ["images", "graph"])
+def test_other_tasks_are_compared_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
+    common = ["--task", task, "--model", "tiny", "--eval-every", "2", "--out", str(tmp_path)]
+    assert run(["compare", *common, "--steps", "4", "--name", "x"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert {"images": "nats/image", "graph": "nats/node"}[task] in shown.out
+    assert "right" in shown.out
+    assert all(0 <= line["accuracy"] <= 1 for line in records(tmp_path / "x") if line["validation"] is not None)
+    assert run(["train", *common, "--steps", "4", "--name", "y", "--checkpoint-every", "2"]) == 0
+    assert run(["train", "--resume", str(tmp_path / "y"), "--task", "text"]) == 2
+    assert f"--task text does not match {tmp_path / 'y' / 'checkpoint.pt'}" in capsys.readouterr().err
+    assert run(["train", "--resume", str(tmp_path / "y")]) == 0
+
+
 def test_compare_writes_what_it_shows(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runs"
     arguments = ["compare", *SMALL, "--data", str(data), "--out", str(out), "--name", "x", "--seeds", "2"]
@@ -187,6 +202,11 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["compare", "--data", "nowhere.txt"], ["nowhere.txt", "check the path"]),
     (["compare", "--data", "EMPTY"], ["empty corpus"]),
     (["compare", "--context", "1000000"], ["corpus too small", "shorter context"]),
+    (["compare", "--task", "sound"], ["'sound'", "text, images, graph"]),
+    (["compare", "--task", "graph", "--model", "large"], ["'large'", "tiny, small, medium"]),
+    (["compare", "--task", "images", "--data", "EMPTY"], ["leave --data out"]),
+    (["compare", "--task", "images", "--parallel", "ddp"], ["'ddp'", "text task"]),
+    (["train", "--task", "graph", "--parallel", "fsdp2"], ["'fsdp2'", "text task"]),
     (["compare", "--name", "../x"], ["--name", "'../x'"]),
     (["compare", "--nosuch"], ["--nosuch", "daypack --help"]),
     (["nosuch"], ["nosuch", "daypack --help"]),
@@ -232,7 +252,7 @@ def test_a_bad_resume_changes_nothing(tmp_path: Path, data: Path, capsys: pytest
         (["train", "--resume", str(folder), "--model", "small"], ["--model small", "--model tiny", "--name"]),
         (["train", "--resume", str(folder), "--steps", "9"], ["--steps 9", "--steps 8"]),
         (["train", "--resume", str(folder), "--optimizer", "gefen"], ["--optimizer gefen"]),
-        (["train", "--resume", str(folder), "--data", str(folder)], ["another text"]),
+        (["train", "--resume", str(folder), "--data", str(folder)], ["other data"]),
         (["compare", "--out", str(out), "--name", "adamw"], ["not written by daypack compare", "--name"]),
     ]:
         assert run(arguments) == 2

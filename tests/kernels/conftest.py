@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from daypack.calibration import codebook
-from daypack.kernels import native
+from daypack.kernels import learning, native
 
 
 @pytest.fixture(autouse=True)
 def quick_codebooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.library() is not None and "calibration" not in request.module.__name__:
-        monkeypatch.setattr(codebook, "optimal_levels", native.optimal_levels)
+        monkeypatch.setattr(codebook, "optimal_levels", learning.optimal_levels)

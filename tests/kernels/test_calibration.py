@@ -8,7 +8,7 @@ import torch
 
 from daypack.calibration import blocks, codebook
 from daypack.formats.base import geometry
-from daypack.kernels import native
+from daypack.kernels import learning
 
 from ..conformance.scene import noise, structured
 from .pairs import TYPES, cpu, needs_native
@@ -33,7 +33,7 @@ def test_codebook_is_the_same_to_the_last_bit(cpu: str, kind: str, bins: int, le
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            assert np.array_equal(native.optimal_levels(weights, levels), expected)
+            assert np.array_equal(learning.optimal_levels(weights, levels), expected)
         finally:
             torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ def test_histogram_is_the_same(cpu: str, dtype: torch.dtype, shape: tuple[int, .
         torch.set_num_threads(threads)
         try:
             counts = torch.ones(codebook.BINS, dtype=torch.int64)
-            native.add_histogram(counts, g, geometry(shape), block_size)
+            learning.add_histogram(counts, g, geometry(shape), block_size)
             assert torch.equal(counts, expected + 1)
         finally:
             torch.set_num_threads(1)
@@ -63,4 +63,4 @@ def test_histogram_is_the_same(cpu: str, dtype: torch.dtype, shape: tuple[int, .
 def test_block_size_is_the_same(cpu: str, dtype: torch.dtype, rows: int, cols: int, period: int) -> None:
     g = (structured(rows, cols, period, "s") if period else noise((rows, cols), "flat")).to(dtype)
     view = geometry((rows, cols))
-    assert blocks.block_size_from_scores(view.cols, native.block_scores(g, view)) == blocks.find_block_size(g, view)
+    assert blocks.block_size_from_scores(view.cols, learning.block_scores(g, view)) == blocks.find_block_size(g, view)

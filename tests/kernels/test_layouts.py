@@ -51,7 +51,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_places_notice(change: str) -> None:
     tensors: list[object] = [torch.zeros(4, 4) for _ in range(5)]
-    places = layouts.Places(tensors, native._library())
+    places = layouts.Places(tensors, native.loaded())
     assert places.hold(list(tensors))
     assert not places.hold(tensors[:-1])
     other = list(tensors)
@@ -63,17 +63,17 @@ def test_places_notice(change: str) -> None:
 @pytest.mark.parametrize("change", ["another tensor", "another shape", "another dtype", "other strides", "a part"])
 def test_places_notice_what_happens_to_a_tensor_itself(change: str) -> None:
     tensors = [torch.zeros(4, 4) for _ in range(5)]
-    places = layouts.Places(tensors, native._library())
+    places = layouts.Places(tensors, native.loaded())
     tensors[2].data = CHANGES[change](tensors[2].data)
     assert not places.hold(tensors)
 
 
 def test_places_notice_storage_that_moves() -> None:
     tensors = [torch.zeros(4, 4) for _ in range(5)]
-    places = layouts.Places(tensors, native._library())
+    places = layouts.Places(tensors, native.loaded())
     tensors[4].share_memory_()
     assert not places.hold(tensors)
-    places = layouts.Places(tensors, native._library())
+    places = layouts.Places(tensors, native.loaded())
     tensors[1].untyped_storage().resize_(1 << 22)
     assert not places.hold(tensors)
 
@@ -100,7 +100,7 @@ def test_layouts_notice() -> None:
 def test_references_are_given_back() -> None:
     x = torch.zeros(4, 4)
     before = x._use_count()
-    places = layouts.Places([x], native._library())
+    places = layouts.Places([x], native.loaded())
     del places
     assert x._use_count() == before
 

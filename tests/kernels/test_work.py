@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.nn import Parameter
 import daypack
 from daypack import kernels
 from daypack.calibration import codebook
+from daypack.formats.block_quantized import BlockQuantized
 from daypack.kernels import native
+from daypack.update import ParamPlan
 
 from ..conformance.scene import Params, assert_same, gradient, noise, state_of, values
 from .pairs import CELLS, SHAPES, cpu, create, needs_native, parameters, set_gradient
@@ -235,6 +238,21 @@ def test_kernels_can_be_forced() -> None:
     q.grad = torch.randn(8, 300, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"fused=True, but no native kernel for torch.float64"):
         daypack.Gefen([q], fused=True).step()
+
+
+def test_a_format_derived_from_a_known_one_goes_to_the_reference() -> None:
+    class Derived(BlockQuantized):
+        """Might lay its tensors out in another way."""
+
+    class Optimizer(daypack.Gefen):
+        def plan(self, *args: Any) -> ParamPlan:
+            return replace(super().plan(*args), exp_avg=Derived())
+
+    p = Parameter(torch.randn(8, 300))
+    p.grad = torch.randn(8, 300)
+    optimizer = Optimizer([p])
+    optimizer.step()
+    assert optimizer.kernels() == {p: "reference"}
 
 
 def test_a_damaged_codebook_stops_the_step_before_anything_changes() -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from daypack.training import Job, checkpoint
+from daypack.training import Job, TextTask, checkpoint
 from daypack.training.checkpoint import load_checkpoint, resume, save_checkpoint
 from daypack.training.corpus import split_corpus
-from tests.training.texts import config, corpus, text
+from tests.training.texts import config, task, text
 
 
 def trained(steps: int, **changes: Any) -> Job:
-    job = Job(config(**changes), corpus())
+    job = Job(config(**changes), task())
     for _ in range(steps):
         job.advance()
     return job
@@ -45,7 +45,7 @@ def assert_equal(one: Job, other: Job) -> None:
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, optimizer: str, dtype: str, at: int) -> None:
     straight = trained(at, optimizer=optimizer, dtype=dtype)
     save_checkpoint(tmp_path / "c.pt", straight)
-    resumed = resume(load_checkpoint(tmp_path / "c.pt"), corpus=corpus())
+    resumed = resume(load_checkpoint(tmp_path / "c.pt"), task=task())
     assert resumed.step == at
     assert_equal(straight, resumed)
     rest = [(r.step, r.loss, r.lr, r.grad_norm, r.validation) for r in straight.train()]
@@ -59,7 +59,7 @@ def test_time_and_random_state_go_on(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c.pt", job)
     try:
         torch.rand(3)
-        resumed = resume(load_checkpoint(tmp_path / "c.pt"), corpus=corpus())
+        resumed = resume(load_checkpoint(tmp_path / "c.pt"), task=task())
         assert torch.equal(torch.get_rng_state(), before)
     finally:
         torch.set_rng_state(before)
@@ -72,7 +72,7 @@ def test_without_optimizer_state_the_moments_restart_and_a_warning_says_so(tmp_p
     del content["optimizer"]
     torch.save(content, tmp_path / "c.pt")
     with pytest.warns(UserWarning, match=r"c.pt holds no optimizer state: the moments restart from zero at step 4"):
-        job = resume(load_checkpoint(tmp_path / "c.pt"), corpus=corpus())
+        job = resume(load_checkpoint(tmp_path / "c.pt"), task=task())
     assert job.step == 4
     assert not job.optimizer.state
     assert job.advance().step == 5
@@ -130,30 +130,30 @@ def test_other_files_are_refused(tmp_path: Path, content: Any, message: str) -> 
         ({"optimizer": {"state": {}, "param_groups": []}}, r"optimizer state of .*c.pt does not fit"),
         ({"optimizer": [1]}, r"optimizer state of .*c.pt does not fit"),
         ({"random": {"cpu": torch.zeros(3)}}, "random state"),
-        ({"corpus": "0123456789abcdef"}, r"was trained on another text than a test; give the same one with --data"),
+        ({"corpus": "0123456789abcdef"}, r"was trained on other data than a test; give the same text with --data"),
     ],
 )
 def test_content_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     save_checkpoint(tmp_path / "c.pt", trained(1, optimizer="adamw"))
     torch.save({**torch.load(tmp_path / "c.pt", weights_only=True), **change}, tmp_path / "c.pt")
     with pytest.raises(ValueError, match=message):
-        resume(load_checkpoint(tmp_path / "c.pt"), corpus=corpus())
+        resume(load_checkpoint(tmp_path / "c.pt"), task=task())
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c.pt", trained(1, optimizer="adamw"))
     with pytest.raises(ValueError, match=r"c.pt does not fit model 'small': embedding.weight should be \[256, 128\]"):
-        resume(load_checkpoint(tmp_path / "c.pt"), config(optimizer="adamw", model="small"), corpus())
+        resume(load_checkpoint(tmp_path / "c.pt"), config(optimizer="adamw", model="small"), task())
     with pytest.raises(ValueError, match=r"c.pt does not fit model 'tiny'.*bfloat16"):
-        resume(load_checkpoint(tmp_path / "c.pt"), config(optimizer="adamw", dtype="bfloat16"), corpus())
+        resume(load_checkpoint(tmp_path / "c.pt"), config(optimizer="adamw", dtype="bfloat16"), task())
 
 
 def test_missing_files_and_other_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no checkpoint at .*c.pt"):
         load_checkpoint(tmp_path / "c.pt")
     save_checkpoint(tmp_path / "c.pt", trained(1, optimizer="adamw"))
-    with pytest.raises(ValueError, match="another text"):
-        resume(load_checkpoint(tmp_path / "c.pt"), corpus=split_corpus(text()[:-1], "a shorter test"))
+    with pytest.raises(ValueError, match="other data"):
+        resume(load_checkpoint(tmp_path / "c.pt"), task=TextTask(split_corpus(text()[:-1], "a shorter test")))
 
 
 def test_a_failed_save_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_a_kill_in_the_middle_of_saving_loses_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", KILLED, str(tmp_path / "c.pt")], cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert process.returncode == -signal.SIGKILL
-    job = resume(load_checkpoint(tmp_path / "c.pt"), corpus=corpus())
+    job = resume(load_checkpoint(tmp_path / "c.pt"), task=task())
     assert job.step == 1
     job.advance()
     save_checkpoint(tmp_path / "c.pt", job)  # reuses the name that the kill left behind

@@ -7,7 +7,7 @@ import pytest
 
 from daypack.training import Record, RunResult, TrainConfig, compare, grid, summarise
 from daypack.training.compare import Mean
-from tests.training.texts import config, corpus
+from tests.training.texts import config, task
 
 
 def result(optimizer: str, seed: int, loss: float, lr: float = 1e-3) -> RunResult:
@@ -84,7 +84,7 @@ def test_a_comparison_reports_every_step_and_returns_every_run() -> None:
     def note(run: TrainConfig, record: Record) -> None:
         seen.append((run.optimizer, run.seed, record.step))
 
-    results = compare(grid(config(steps=3), ["sgd", "adamw"], 2), corpus(), note)
+    results = compare(grid(config(steps=3), ["sgd", "adamw"], 2), task(), note)
     assert [(r.config.optimizer, r.config.seed) for r in results] == [
         ("sgd", 0),
         ("adamw", 0),
@@ -99,5 +99,5 @@ def test_a_comparison_reports_every_step_and_returns_every_run() -> None:
 def test_an_unknown_optimizer_is_found_before_any_training() -> None:
     seen: list[Record] = []
     with pytest.raises(ValueError, match="nosuch"):
-        compare(grid(config(), ["sgd", "nosuch"], 1), corpus(), lambda _, record: seen.append(record))
+        compare(grid(config(), ["sgd", "nosuch"], 1), task(), lambda _, record: seen.append(record))
     assert not seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from daypack.training import Corpus, TrainConfig
+from daypack.training import TextTask, TrainConfig
 from daypack.training.corpus import split_corpus
 
 
@@ -16,8 +16,8 @@ def text(size: int = 24_000) -> bytes:
     return " ".join(source.choice(words) for _ in range(size // 3)).encode()[:size]
 
 
-def corpus() -> Corpus:
-    return split_corpus(text(), "a test")
+def task() -> TextTask:
+    return TextTask(split_corpus(text(), "a test"))
 
 
 def config(**changes: Any) -> TrainConfig:

@@ -10,7 +10,7 @@ from daypack.cli import compare as compare_command
 from daypack.cli import plan as plan_command
 from daypack.cli import state as state_commands
 from daypack.cli import train as train_command
-from daypack.training import TrainConfig, presets
+from daypack.training import TASKS, TrainConfig
 from daypack.training.config import dtypes
 
 app = typer.Typer(
@@ -24,33 +24,53 @@ app = typer.Typer(
 DEFAULT = TrainConfig()
 
 # An option that is not given stays None and takes TrainConfig's default, so that --resume can tell the two apart.
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="What is trained: text (a transformer, the next byte), images (a convolutional network, handwritten "
+        "digits) or graph (graph convolutions, the factions of a club). The last two need daypack[tasks].",
+        show_default=DEFAULT.task,
+    ),
+]
 Model = Annotated[
-    str | None, typer.Option(help=f"Size of the transformer: {', '.join(presets())}.", show_default=DEFAULT.model)
+    str | None,
+    typer.Option(
+        help="Size of the model. "
+        + "; ".join(f"{name}: {', '.join(kind.models)}" for name, kind in TASKS.items())
+        + ".",
+        show_default=DEFAULT.model,
+    ),
 ]
 Data = Annotated[
     str | None,
-    typer.Option(help="Text file or folder to train on.", show_default="the Python standard library's sources"),
+    typer.Option(
+        help="Text file or folder to train on (text only).", show_default="the Python standard library's sources"
+    ),
 ]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", show_default=str(DEFAULT.steps))]
-Batch = Annotated[int | None, typer.Option(help="Windows per step.", show_default=str(DEFAULT.batch))]
-Context = Annotated[int | None, typer.Option(help="Bytes per window.", show_default=str(DEFAULT.context))]
+Batch = Annotated[
+    int | None,
+    typer.Option(help="Windows or images per step; a graph is trained whole.", show_default=str(DEFAULT.batch)),
+]
+Context = Annotated[int | None, typer.Option(help="Bytes per window (text only).", show_default=str(DEFAULT.context))]
 WeightDecay = Annotated[
     float | None, typer.Option(help="Weight decay of matrices.", show_default=str(DEFAULT.weight_decay))
 ]
 EvalEvery = Annotated[
-    int | None, typer.Option(help="Steps between evaluations on held-out text.", show_default="a tenth of the steps")
+    int | None, typer.Option(help="Steps between evaluations on held-out data.", show_default="a tenth of the steps")
 ]
 Device = Annotated[str | None, typer.Option(help="Torch device, such as cpu or cuda.", show_default=DEFAULT.device)]
 Dtype = Annotated[
     str | None, typer.Option(help=f"Of weights and arithmetic: {', '.join(dtypes())}.", show_default=DEFAULT.dtype)
 ]
 Threads = Annotated[
-    int | None, typer.Option(help="CPU threads.", show_default="1 for tiny and small, else torch's choice")
+    int | None, typer.Option(help="CPU threads.", show_default="1 for small models, else torch's choice")
 ]
 Parallel = Annotated[
     str | None,
     typer.Option(
-        help="How the processes that torchrun started share the run: none, ddp or fsdp2.",
+        help="How the processes that torchrun started share the run: none, ddp or fsdp2 (text only).",
         show_default=DEFAULT.parallel,
     ),
 ]
@@ -88,6 +108,7 @@ def compare(
             help="Peak learning rate: one, or one each as in adamw=2e-3,sgd=0.1.", show_default=f"{DEFAULT.lr:g}"
         ),
     ] = None,
+    task: TaskName = None,
     steps: Steps = None,
     model: Model = None,
     data: Data = None,
@@ -104,13 +125,14 @@ def compare(
 ) -> int:
     """Train one model with several optimizers, from the same start on the same batches, and compare them.
 
-    Shows loss on held-out text, measured bytes of optimizer state per parameter, time per optimizer step and wall time.
-    Writes report.html, loss.png, metrics.jsonl and config.json to OUT/NAME once all runs are done; an earlier
-    comparison of that name is replaced then, anything else there is refused.
+    Shows loss and accuracy on held-out data, measured bytes of optimizer state per parameter, time per optimizer step
+    and wall time. Writes report.html, loss.png, metrics.jsonl and config.json to OUT/NAME once all runs are done; an
+    earlier comparison of that name is replaced then, anything else there is refused.
 
-    Example: daypack compare --optimizers adamw,gefen --seeds 3 --model tiny
+    Example: daypack compare --optimizers adamw,gefen --seeds 3 --model tiny, or with --task images
     """
     given = {
+        "task": task,
         "steps": steps,
         "model": model,
         "data": data,
@@ -136,6 +158,7 @@ def train(
     seed: Annotated[
         int | None, typer.Option(help="Of the initial weights and the batches.", show_default=str(DEFAULT.seed))
     ] = None,
+    task: TaskName = None,
     steps: Steps = None,
     model: Model = None,
     data: Data = None,
@@ -172,6 +195,7 @@ def train(
         "optimizer": optimizer,
         "lr": lr,
         "seed": seed,
+        "task": task,
         "steps": steps,
         "model": model,
         "data": data,

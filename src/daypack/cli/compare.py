@@ -14,7 +14,7 @@ from daypack.reports.folder import RecordWriter, has_records, require_free, run_
 from daypack.reports.page import Provenance
 from daypack.reports.table import comparison_table
 from daypack.reports.verdict import caveat, headline
-from daypack.training import Corpus, Record, RunResult, TrainConfig, compare, grid, load_corpus, summarise
+from daypack.training import Record, RunResult, Task, TrainConfig, compare, grid, load_task, summarise
 from daypack.training.config import with_threads
 from daypack.training.environment import versions
 from daypack.training.parallel import only_first, processes
@@ -25,37 +25,42 @@ def command_line() -> str:
     return shlex.join(["daypack", *sys.argv[1:]])
 
 
-def provenance(name: str, corpus: Corpus, threads: int | None) -> Provenance:
+def provenance(name: str, task: Task, threads: int | None) -> Provenance:
     """How to get the result of this process again."""
-    return Provenance(name, command_line(), corpus.source, corpus.fingerprint, versions(threads))
+    return Provenance(name, command_line(), task.source, task.fingerprint, versions(threads))
+
+
+def config_of(given: Mapping[str, Any]) -> TrainConfig:
+    """The config of a new run; options that are None keep their defaults."""
+    return with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
 
 
 def run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
     """Compare, print, and write the report; returns the exit code. Of several ranks the first one prints and writes."""
+    base = config_of(given)
     with (
-        processes(given.get("parallel") or "none", given.get("device") or "cpu") as ranks,
+        processes(base.parallel, base.device) as ranks,
         only_first(ranks, out) as out,
     ):
-        return _run(given, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
+        return _run(base, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
 
 
-def _run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
+def _run(base: TrainConfig, *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
     folder = run_folder(out, name)
     require_free(folder, "compare")
-    base = with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
     names = [part.strip() for part in optimizers.split(",") if part.strip()]
     configs = grid(base, names, seeds, parse_lr(lr, names, base.lr))
-    corpus = load_corpus(base.data)
+    task = load_task(base)
     console = make_console()
-    console.print(f"{base.model} model, {base.steps} steps, {corpus.source}: {len(corpus.train) / 1e6:.1f} MB of text")
+    console.print(f"{base.model} model, {base.steps} steps, {task.about}")
     started = time.perf_counter()
     with staged(folder) as stage:
         try:
-            results = _train(configs, corpus, stage, console)
+            results = _train(configs, task, stage, console)
         except KeyboardInterrupt:
             kept = f"; what was measured so far is in {stage}" if has_records(stage) else ""
             raise Interrupted(kept) from None
-        write_report(stage, "compare", provenance(name, corpus, base.threads), results)
+        write_report(stage, "compare", provenance(name, task, base.threads), results)
     summaries = summarise(results)
     console.print(comparison_table(summaries))
     console.print(headline(summaries), soft_wrap=True)
@@ -64,7 +69,7 @@ def _run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | Non
     return 0
 
 
-def _train(configs: list[TrainConfig], corpus: Corpus, stage: Path, console: Any) -> list[RunResult]:
+def _train(configs: list[TrainConfig], task: Task, stage: Path, console: Any) -> list[RunResult]:
     total = sum(config.steps for config in configs)
     with RecordWriter(stage) as writer, Display(console, total) as display:
 
@@ -72,4 +77,4 @@ def _train(configs: list[TrainConfig], corpus: Corpus, stage: Path, console: Any
             writer.write(config, record)
             display.show(config, record)
 
-        return compare(configs, corpus, on_record)
+        return compare(configs, task, on_record)

@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from daypack.cli.compare import provenance
+from daypack.cli.compare import config_of, provenance
 from daypack.cli.progress import Display, make_console
 from daypack.cli.signals import StopRequest
 from daypack.reports.folder import (
@@ -23,7 +23,6 @@ from daypack.reports.folder import (
 from daypack.reports.table import comparison_table
 from daypack.training import Job, Record, TrainConfig, summarise
 from daypack.training import checkpoint as checkpoints
-from daypack.training.config import with_threads
 from daypack.training.loop import finish, thread_count
 from daypack.training.parallel import only_first, processes
 
@@ -35,6 +34,8 @@ MAY_DIFFER = ("data", "device", "threads", "eval_every", "parallel")
 def run(given: Mapping[str, Any], *, out: Path, name: str | None, resumed: Path | None, checkpoint_every: int) -> int:
     """Begin a run, or go on with one; returns the exit code. Of several ranks the first one prints and writes."""
     given = {**given, "parallel": given.get("parallel") or "none"}
+    if resumed is None:
+        config_of(given)  # what is wrong with it alone is said before anything is set up
     with processes(given["parallel"], given.get("device") or "cpu") as ranks:
         if resumed is None:
             with only_first(ranks, out) as out:
@@ -47,15 +48,13 @@ def run(given: Mapping[str, Any], *, out: Path, name: str | None, resumed: Path 
 def start(given: Mapping[str, Any], *, out: Path, name: str | None, checkpoint_every: int) -> int:
     """Begin a run in a new folder; returns the exit code."""
     _require_positive(checkpoint_every)
-    config = with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
+    config = config_of(given)
     folder = run_folder(out, name or config.optimizer)
     require_free(folder, "train")
     with thread_count(config.threads):
         job = Job(config)
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(
-            folder, "train", provenance(folder.name, job.corpus, config.threads), [{"config": config.to_dict()}]
-        )
+        write_config(folder, "train", provenance(folder.name, job.task, config.threads), [{"config": config.to_dict()}])
         return _go_on(job, folder / CHECKPOINT, [], checkpoint_every)
 
 
@@ -120,7 +119,7 @@ def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -
         console.print(f"{path} is at its last step, {job.step}; nothing left to do", soft_wrap=True)
         return 0
     result = finish(job, records)
-    write_report(folder, "train", provenance(folder.name, job.corpus, config.threads), [result])
+    write_report(folder, "train", provenance(folder.name, job.task, config.threads), [result])
     console.print(comparison_table(summarise([result])))
     console.print(f"report: {folder / 'report.html'}  checkpoint: {path}", soft_wrap=True)
     return 0

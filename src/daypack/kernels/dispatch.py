@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daypack.calibration import blocks, codebook
-from daypack.kernels import native, reference
+from daypack.kernels import learning, native, reference
 from daypack.update import Update
 
 Kernel = Literal["native", "reference"]
@@ -177,7 +177,7 @@ def _numbers(totals: list[Tensor]) -> list[float]:
 
 
 def _reads(update: Update) -> bool:
-    return _forced.get() != "reference" and update.group["fused"] is not False and native.reads(update.grad)
+    return _forced.get() != "reference" and update.group["fused"] is not False and learning.reads(update.grad)
 
 
 def histogram(coded: Iterable[tuple[Update, int]]) -> Tensor:
@@ -185,7 +185,7 @@ def histogram(coded: Iterable[tuple[Update, int]]) -> Tensor:
     counts = torch.zeros(codebook.BINS, dtype=torch.int64)
     for update, block_size in coded:
         if _reads(update):
-            native.add_histogram(counts, update.grad, update.view, block_size)
+            learning.add_histogram(counts, update.grad, update.view, block_size)
         else:
             counts += codebook.histogram(update.grad, update.view, block_size).cpu()
     return counts
@@ -194,12 +194,12 @@ def histogram(coded: Iterable[tuple[Update, int]]) -> Tensor:
 def learn(counts: Tensor, block_size: int) -> Tensor:
     """The codebook for ``counts``: fp32 on the CPU."""
     solve = (
-        codebook.optimal_levels if _forced.get() == "reference" or native.library() is None else native.optimal_levels
+        codebook.optimal_levels if _forced.get() == "reference" or native.library() is None else learning.optimal_levels
     )
     return codebook.learn(counts, block_size, solve)
 
 
 def block_scores(update: Update) -> list[float]:
     """The scores of the block sizes that an update's second moment may have, from its gradient."""
-    score = native.block_scores if _reads(update) else blocks.block_scores
+    score = learning.block_scores if _reads(update) else blocks.block_scores
     return score(update.grad, update.view)

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daypack.calibration import codebook, maps
-from daypack.calibration.blocks import candidates, default_block_size
-from daypack.formats.base import Geometry, StateFormat
+from daypack.calibration.blocks import default_block_size
+from daypack.formats.base import StateFormat
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
+from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.formats.line_mean import LineMean, group_count
 from daypack.kernels.layouts import Layouts, Places
@@ -46,6 +47,7 @@ PARAM = np.dtype([(name, np.uint64) for name in _POINTERS] + [(name, np.int64) f
 _OPTIONS = ["lr", "beta1", "beta2", "eps", "weight_decay", "sign", "rule", "dampening", "nesterov", "trust_ratio"]
 _OPTIONS += ["beta2_decay", "relative_step", "scale_parameter", "smallest_scale", "clip"]
 OPTIONS = np.dtype([(name, np.float64) for name in _OPTIONS])
+_FORMATS = {type(None), Dense, BlockQuantized, Factored, BlockMean, LineMean}
 _RULES = {ADAMW: 0, ADAM: 1, SGD: 2, LION: 3, LAMB: 4, ADAFACTOR: 5}
 _FACTORED, _BLOCKS, _ROWS, _COLS = 1, 2, 3, 4  # 0: a second moment for each element, or none
 
@@ -72,11 +74,9 @@ def library() -> ctypes.CDLL | None:
 def _openmp() -> ctypes.c_void_p | None:
     """``GOMP_parallel`` of the OpenMP runtime that torch brought along and loaded; None where there is none."""
     loaded_only = getattr(os, "RTLD_NOLOAD", None)
-    if loaded_only is None:
-        return None
-    for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*.so*")):
+    for path in () if loaded_only is None else sorted(Path(torch.__file__).parent.glob("lib/lib*omp*.so*")):
         try:
-            return ctypes.cast(ctypes.CDLL(str(path), mode=loaded_only).GOMP_parallel, ctypes.c_void_p)
+            return ctypes.cast(ctypes.CDLL(str(path), mode=loaded_only or 0).GOMP_parallel, ctypes.c_void_p)
         except (OSError, AttributeError):
             continue
     return None
@@ -84,7 +84,7 @@ def _openmp() -> ctypes.c_void_p | None:
 
 def cpu() -> str:
     """The instruction set in use: ``avx512``, ``avx2`` or ``portable``. Set by ``DAYPACK_CPU`` or `use_cpu`."""
-    return str(_library().daypack_cpu().decode())
+    return str(loaded().daypack_cpu().decode())
 
 
 def use_cpu(name: str | None) -> None:
@@ -93,18 +93,20 @@ def use_cpu(name: str | None) -> None:
     Raises:
         ValueError: this machine cannot run them.
     """
-    if _library().daypack_use_cpu(None if name is None else name.encode()) != 0:
+    if loaded().daypack_use_cpu(None if name is None else name.encode()) != 0:
         raise ValueError(f"this machine has no {name} kernels")
 
 
-def _library() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
+    """The compiled kernels; a ValueError where they were not built."""
     found = library()
     if found is None:
         raise ValueError("the native kernels are not built: install the package where a C++ compiler is")
     return found
 
 
-def _at(array: NDArray[Any]) -> ctypes.c_void_p:
+def address(array: NDArray[Any]) -> ctypes.c_void_p:
+    """Where an array's elements stand, for the library."""
     return ctypes.c_void_p(array.ctypes.data)
 
 
@@ -115,13 +117,12 @@ def refusal(update: Update) -> str | None:
         return f"no native kernel on {p.device}"
     if library() is None:
         return "the native kernels are not built"
-    refused = _refusal_of_formats(plan)
-    if refused:
+    if refused := _refusal_of_formats(plan):
         return refused
     if p.dtype not in TYPES or update.grad.dtype not in TYPES:
         return f"no native kernel for {p.dtype} parameters with {update.grad.dtype} gradients"
     tensors = [p, update.grad, *(value for value in update.state.values() if isinstance(value, Tensor))]
-    if not all(map(_is_plain, tensors)):
+    if not all(map(is_plain, tensors)):
         return "a tensor is not contiguous, not aligned, or not an ordinary CPU tensor"
     return None
 
@@ -129,14 +130,14 @@ def refusal(update: Update) -> str | None:
 @lru_cache(maxsize=4096)
 def _refusal_of_formats(plan: ParamPlan) -> str | None:
     m, v = plan.exp_avg, plan.exp_avg_sq
-    if plan.rule not in _RULES:
-        return f"no native kernel for the rule {plan.rule.name}"
+    if plan.rule not in _RULES or not {type(m), type(v)} <= _FORMATS:  # not what was derived from them either
+        return f"no native kernel for the rule {plan.rule.name} with these formats"
     if plan.rule in (SGD, LION):
         fits = m is not None and v is None
     else:
         fits = (m is not None or plan.rule is ADAFACTOR) and v is not None
     if not fits or (plan.rule is ADAM and v is not None and v.statistics):
-        return f"no native kernel for the rule {plan.rule.name} with these moments"
+        return f"no native kernel for the rule {plan.rule.name} with these formats"
     coded = [form for form in (m, v) if isinstance(form, BlockQuantized)]
     if any(form.block_size > LARGEST_BLOCK for form in coded) or len({form.block_size for form in coded}) > 1:
         return f"no native kernel for blocks over {LARGEST_BLOCK} elements, or of different sizes"
@@ -148,15 +149,15 @@ def _refusal_of_formats(plan: ParamPlan) -> str | None:
 @lru_cache(maxsize=64)
 def _map(name: str) -> tuple[NDArray[np.uint8], int]:
     """The library's tables for the fixed map ``name``, and their aligned address within."""
-    memory = np.zeros(int(_library().daypack_map_bytes()) + 64, np.uint8)
+    memory = np.zeros(int(loaded().daypack_map_bytes()) + 64, np.uint8)
     place = -(-memory.ctypes.data // 64) * 64
     levels, thresholds = maps.levels(name).numpy(), maps.thresholds(name).numpy()
-    if _library().daypack_prepare_map(_at(levels), _at(thresholds), ctypes.c_void_p(place)) != 0:
+    if loaded().daypack_prepare_map(address(levels), address(thresholds), ctypes.c_void_p(place)) != 0:
         raise ValueError(f"two thresholds of the map {name!r} agree in their upper 16 bits; space its levels further")
     return memory, place
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether the elements stand in memory as the kernels read them."""
     return (
         tensor.is_cpu
@@ -239,7 +240,7 @@ class Batch:
         self.states: Any = [update.state for update in self.updates]
         self.layouts = Layouts([*(update.grad for update in self.updates), *self.params])
         self.pointers = [p.data_ptr() for p in self.params]
-        self.places = Places(self._state_values(), _library())
+        self.places = Places(self._state_values(), loaded())
         sizes = [state[_BLOCK_SIZE] for state in self.states if isinstance(state.get(_BLOCK_SIZE), Tensor)]
         self.block_sizes = np.array([x.data_ptr() for x in sizes], np.uint64), np.array(list(map(int, sizes)), np.int64)
 
@@ -261,7 +262,7 @@ class Batch:
     def _same_block_sizes(self) -> bool:
         places, numbers = self.block_sizes
         count = ctypes.c_int64(len(places))
-        return not len(places) or bool(_library().daypack_numbers_are(_at(places), _at(numbers), count))
+        return not len(places) or bool(loaded().daypack_numbers_are(address(places), address(numbers), count))
 
     def _bring_gradients(self, pointers: list[int]) -> bool:
         """False if one is not aligned."""
@@ -272,7 +273,7 @@ class Batch:
         """First pass over the gradients; the sum of the squares of each."""
         self._make_room()
         options = self._options()
-        _library().daypack_observe(*self._params(), _at(options), torch.get_num_threads(), _at(self.totals))
+        loaded().daypack_observe(*self._params(), address(options), torch.get_num_threads(), address(self.totals))
         return self.totals
 
     def measure(self, active: NDArray[np.bool_]) -> dict[int, Tensor]:
@@ -280,7 +281,7 @@ class Batch:
         chosen = [int(i) for i in np.flatnonzero(active) if self.updates[i].plan.rule.measured]
         if chosen:
             options, flags = self._options(), active.astype(np.uint8)
-            bad = _library().daypack_measure(*self._params(), _at(options), _at(flags), torch.get_num_threads())
+            bad = loaded().daypack_measure(*self._params(), address(options), address(flags), torch.get_num_threads())
             self._check(bad)
         return {i: torch.from_numpy(self.squares[i]) for i in chosen}
 
@@ -298,8 +299,8 @@ class Batch:
         """Second pass over the parameters that ``active`` marks. Counts their steps. ``last``: no more will follow."""
         sums = self.sums
         options, flags = self._options(), active.astype(np.uint8)
-        marks = None if active.all() else _at(flags)
-        bad = _library().daypack_apply(*self._params(), _at(options), marks, torch.get_num_threads())
+        marks = None if active.all() else address(flags)
+        bad = loaded().daypack_apply(*self._params(), address(options), marks, torch.get_num_threads())
         self._done(bad, active)
         if not last:
             self.sums = sums  # the others' statistics are still wanted
@@ -308,13 +309,13 @@ class Batch:
         """Both passes at once, over all gradients that are finite; which ones are."""
         self._make_room()
         options = self._options()
-        bad = _library().daypack_step(*self._params(), _at(options), torch.get_num_threads(), _at(self.totals))
+        bad = loaded().daypack_step(*self._params(), address(options), torch.get_num_threads(), address(self.totals))
         finite = np.isfinite(self.totals)
         self._done(bad, finite)
         return finite
 
     def _params(self) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
-        return _at(self.table), ctypes.c_int64(len(self.table))
+        return address(self.table), ctypes.c_int64(len(self.table))
 
     def _options(self) -> NDArray[Any]:
         return np.array([_options(*entry) for entry in self.groups], OPTIONS)
@@ -397,48 +398,3 @@ def _options(group: Any, rule: Rule) -> tuple[float, ...]:
         numbers["eps"] = torch.finfo(torch.float32).eps if eps is None else eps
         numbers["beta1"], numbers["clip"] = group["beta1"] or 0.0, group["d"]
     return tuple(map(float, numbers.values()))
-
-
-# ---------------------------------------------------------------- calibration
-
-
-def reads(grad: Tensor) -> bool:
-    """Whether the calibration functions below can take ``grad``."""
-    return library() is not None and grad.dtype in TYPES and grad.layout == torch.strided and _is_plain(grad)
-
-
-def add_histogram(counts: Tensor, grad: Tensor, view: Geometry, block_size: int) -> None:
-    """Add `daypack.calibration.codebook.histogram` to ``counts``; the same numbers."""
-    sizes = (view.matrices * view.rows, view.cols, max(1, min(block_size, view.cols)))
-    _library().daypack_histogram(
-        ctypes.c_void_p(grad.data_ptr()),
-        *map(ctypes.c_int64, (TYPES[grad.dtype], *sizes)),
-        torch.get_num_threads(),
-        ctypes.c_void_p(counts.data_ptr()),
-    )
-
-
-def block_scores(grad: Tensor, view: Geometry) -> list[float]:
-    """`daypack.calibration.blocks.block_scores`, to about 1e-6."""
-    sizes = np.array(candidates(view.cols), np.int64)
-    scores = np.zeros(len(sizes))
-    if len(sizes) and grad.numel():
-        _library().daypack_block_scores(
-            ctypes.c_void_p(grad.data_ptr()),
-            *map(ctypes.c_int64, (TYPES[grad.dtype], view.matrices * view.rows, view.cols)),
-            _at(sizes),
-            ctypes.c_int64(len(sizes)),
-            torch.get_num_threads(),
-            _at(scores),
-        )
-    found: list[float] = scores.tolist()
-    return found
-
-
-def optimal_levels(weights: NDArray[np.float64], levels: int) -> NDArray[np.float64]:
-    """`daypack.calibration.codebook.optimal_levels`; the same bits."""
-    weights, found = np.ascontiguousarray(weights), np.empty(levels)
-    count = _library().daypack_codebook(
-        _at(weights), ctypes.c_int64(len(weights)), ctypes.c_int64(levels), torch.get_num_threads(), _at(found)
-    )
-    return codebook.with_pinned(found[:count], levels)

@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daypack import sharding
@@ -74,6 +74,11 @@ class CompressedOptimizer(Optimizer):
         if defaults.get("foreach"):
             warnings.warn(
                 f"foreach=True has no effect on {type(self).__name__}; fused chooses its kernel", stacklevel=3
+            )
+        if isinstance(params, (nn.Module, set)):
+            raise ValueError(
+                f"{type(self).__name__} takes parameters in an order: model.named_parameters(), a list or "
+                f"daypack.param_groups(model); got {type(params).__name__}"
             )
         self.skipped = Counter()
         self._reset()
@@ -364,6 +369,7 @@ class CompressedOptimizer(Optimizer):
         def prepare(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             return saved.prepare(self, loaded)
 
+        saved.require_dict(state_dict)
         hook = self.register_load_state_dict_pre_hook(prepare)  # the last one: it sees what the user's hooks return
         try:
             super().load_state_dict(state_dict)

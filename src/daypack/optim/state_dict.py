@@ -45,6 +45,11 @@ class Keep:
         return sharding.wrap(param, fresh, self.spec)
 
 
+def require_dict(loaded: object) -> None:
+    if not isinstance(loaded, dict):
+        raise ValueError(f"a state_dict is a dict, got {type(loaded).__name__}; pass what state_dict() returned")
+
+
 def prepare(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[str, Any]:
     """The checked form of ``loaded`` that torch may publish. ``optimizer`` is only read.
 
@@ -75,6 +80,8 @@ def _prepared(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[st
         _fill(optimizer, group, live, g)
         for i, (key, p) in enumerate(zip(group["params"], live["params"], strict=True)):
             entry, name = loaded["state"].get(key), param_name(live, g, i)
+            if not isinstance(entry, (dict, type(None))):
+                raise ValueError(f"the state of parameter {name} must be a dict, got {type(entry).__name__}")
             if entry:
                 state[key] = _checked(optimizer, group, name, p, entry)
             elif p.requires_grad and loaded["state"]:
@@ -218,10 +225,12 @@ def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan:
                 )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
 def _step(value: Any, name: str) -> Tensor:
-    number = (
-        float(value) if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) else -1.0
-    )
+    number = float(value) if isinstance(value, (int, float)) or _is_number(value) else -1.0
     if not (number >= 0 and number.is_integer()):
         raise ValueError(f"step of parameter {name} must be a whole number from 0, got {value!r}")
     return torch.tensor(number, dtype=torch.float32)

@@ -12,6 +12,7 @@ from daypack.reports.table import cells
 from daypack.reports.verdict import caveat, headline, ratio, sentence
 from daypack.training.compare import Summary, summarise
 from daypack.training.loop import RunResult
+from daypack.training.tasks import kind
 
 _LARGE_MODEL = 7e9  # parameters, for a figure in gigabytes that people know
 
@@ -23,8 +24,8 @@ class Provenance:
     Attributes:
         name: of the run.
         command: the command line.
-        source: the text.
-        fingerprint: of the text's bytes.
+        source: the data.
+        fingerprint: of the data.
         versions: as `daypack.training.environment.versions` gives them.
     """
 
@@ -51,6 +52,7 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
         caveat=caveat(summaries),
         figures=_figures(summaries),
         baseline=summaries[0].label,
+        unit=kind(summaries[0].task).unit,
         rows=[(*cells(summary), light, dark) for summary, light, dark in _coloured(summaries)],
         bars=_bars(summaries),
         curves=_curves(results),
@@ -62,10 +64,11 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
 def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
     """The three numbers at the top: title, value, explanation."""
     first, last = summaries[0], summaries[min(1, len(summaries) - 1)]
+    unit = kind(first.task).unit
     loss = "diverged" if last.loss is None else f"{last.loss.value:.3f}"
     if first is last:
         return [
-            ("Validation loss", loss, "nats per byte"),
+            ("Validation loss", loss, f"nats per {unit}"),
             ("Optimizer state", f"{last.bytes_per_param:.2f} B", "per parameter, measured"),
             ("Optimizer step", f"{last.optimizer_ms:.1f} ms", "median"),
         ]
@@ -73,7 +76,11 @@ def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
     spread = "" if last.gap is None or last.gap.error is None else f" ± {last.gap.error:.4f}"
     reference = "diverged" if first.loss is None else f"{first.loss.value:.3f}"
     return [
-        (f"Validation loss, gap to {first.label}", gap, f"{spread} nats per byte; {loss} against {reference}".strip()),
+        (
+            f"Validation loss, gap to {first.label}",
+            gap,
+            f"{spread} nats per {unit}; {loss} against {reference}".strip(),
+        ),
         (
             "Optimizer state",
             ratio(last.bytes_per_param, first.bytes_per_param),
@@ -123,13 +130,14 @@ def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:
     """What all runs share, for people."""
     config, seeds = results[0].config, sorted({result.config.seed for result in results})
     return [
+        ("task", config.task),
         ("model", f"{config.model}, {results[0].parameters:,} parameters"),
         ("steps", f"{config.steps:,}"),
-        ("batch", f"{config.batch} windows of {config.context} bytes"),
+        ("batch", kind(config.task).batch(config)),
         ("schedule", f"{config.warmup_steps} steps of warm-up, then cosine to {config.final_lr:g} of the peak"),
         ("weight decay", f"{config.weight_decay:g} on matrices"),
         ("gradient clipping", "none" if config.clip is None else f"at norm {config.clip:g}"),
-        ("evaluation", f"{config.eval_tokens:,} held-out bytes at most, the same ones each time"),
+        ("evaluation", kind(config.task).held_out(config)),
         ("seeds", ", ".join(map(str, seeds))),
         ("device, dtype", f"{config.device}, {config.dtype}"),
     ]

@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 
 from daypack.training.compare import Summary
+from daypack.training.tasks import kind
 
 
 def comparison_table(summaries: Sequence[Summary]) -> Table:
@@ -13,8 +14,9 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
     # 80 columns hold two optimizers with standard errors; a label wraps before a number is cut.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column(overflow="fold")
+    unit = kind(summaries[0].task).unit
     gap = f"gap to\n{summaries[0].label}"
-    for title in ("lr", "loss\nnats/byte", gap, "state\nB/param", "optimizer\nms/step", "wall\ns/run"):
+    for title in ("lr", f"loss\nnats/{unit}", gap, "right\n%", "state\nB/param", "step\nms", "wall\ns/run"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in map(cells, summaries):
         table.add_row(*row)
@@ -22,7 +24,7 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
-    """Label, learning rate, loss, gap, bytes per parameter, optimizer time, wall time."""
+    """Label, learning rate, loss, gap, accuracy, bytes per parameter, optimizer time, wall time."""
     loss = "diverged" if summary.loss is None else str(summary.loss)
     if summary.diverged and summary.loss is not None:
         loss += f" ({summary.diverged} of {summary.seeds} diverged)"
@@ -34,6 +36,7 @@ def cells(summary: Summary) -> tuple[str, ...]:
         f"{summary.lr:g}",
         loss,
         gap,
+        "" if summary.accuracy is None else f"{summary.accuracy.value:.1f}",
         f"{summary.bytes_per_param:.3f}",
         f"{summary.optimizer_ms:.2f}",
         f"{summary.seconds:.1f}",

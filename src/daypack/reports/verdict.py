@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from daypack.training.compare import Summary
+from daypack.training.tasks import kind
 
-# Runs that differ in the last bit of one number end about this far apart (nats per byte).
+# Runs of the text task that differ in the last bit of one number end about this far apart (nats per byte).
 NOISE = 0.01
-# Steps below which a lead has been seen to vanish later on.
+# Steps of the text task below which a lead has been seen to vanish later on.
 LASTING = 1500
 
 
@@ -14,7 +15,7 @@ def headline(summaries: Sequence[Summary]) -> str:
     """The result in one line: the second optimizer against the first, or the only one by itself."""
     first = summaries[0]
     if len(summaries) == 1:
-        loss = f"ends at {first.loss.value:.3f} nats per byte" if first.loss else "diverges"
+        loss = f"ends at {first.loss.value:.3f} nats per {kind(first.task).unit}" if first.loss else "diverges"
         return f"{first.label} {loss} with {first.bytes_per_param:.2f} bytes of state per parameter"
     return sentence(summaries[1], first)
 
@@ -27,8 +28,11 @@ def sentence(summary: Summary, baseline: Summary) -> str:
 def caveat(summaries: Sequence[Summary]) -> str:
     """How far the comparison can be trusted."""
     seeds, steps = summaries[0].seeds, summaries[0].steps
-    few = steps < LASTING and len(summaries) > 1
+    text = summaries[0].task == "text"
+    few = text and steps < LASTING and len(summaries) > 1
     early = f" {steps:,} steps are few: a lead this early need not last." if few else ""
+    if seeds == 1 and not text:
+        return "One seed: another one may turn a gap round; --seeds 5 shows the spread."
     if seeds == 1:
         return (
             f"One seed: equal runs that differ in a single last bit end about {NOISE} nats apart, "
@@ -55,7 +59,7 @@ def _quality(summary: Summary, baseline: Summary) -> str:
     if summary.loss is None:
         return "diverges"
     if summary.gap is None:
-        return f"ends at {summary.loss.value:.3f} nats per byte"
+        return f"ends at {summary.loss.value:.3f} nats per {kind(summary.task).unit}"
     gap = summary.gap
     within = 2 * (NOISE if gap.error is None else gap.error)
     if abs(gap.value) <= within:

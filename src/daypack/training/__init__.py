@@ -1,18 +1,23 @@
-"""The jobs behind the command line: text, small models, the step loop, comparisons, checkpoints of a job."""
+"""The jobs behind the command line: tasks with small models, the step loop, comparisons, checkpoints of a job."""
 
 from daypack.training.compare import Mean, Summary, compare, grid, summarise
 from daypack.training.config import TrainConfig
 from daypack.training.corpus import Corpus, load_corpus
 from daypack.training.loop import Job, Record, RunResult, run
 from daypack.training.models import Transformer, TransformerConfig, build_model, model_config, presets
+from daypack.training.tasks import TASKS, Task, load_task
+from daypack.training.text import TextTask
 
 __all__ = [
+    "TASKS",
     "Corpus",
     "Job",
     "Mean",
     "Record",
     "RunResult",
     "Summary",
+    "Task",
+    "TextTask",
     "TrainConfig",
     "Transformer",
     "TransformerConfig",
@@ -20,6 +25,7 @@ __all__ = [
     "compare",
     "grid",
     "load_corpus",
+    "load_task",
     "model_config",
     "presets",
     "run",

@@ -5,7 +5,7 @@ The file is what `torch.save` writes of a dict of tensors, numbers, strings, lis
     format     "daypack training"
     version    1
     config     the fields of `TrainConfig`
-    corpus     fingerprint of the text
+    corpus     fingerprint of the data
     step       steps done: the position in the learning-rate schedule and in the data
     seconds    time spent so far
     model      state dict of the model
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from daypack.training.config import TrainConfig
-from daypack.training.corpus import Corpus, load_corpus
 from daypack.training.files import write_whole
 from daypack.training.loop import Job
 from daypack.training.parallel import gathered, scatter_, scattered
+from daypack.training.tasks import Task, kind, load_task
 
 FORMAT = "daypack training"
 VERSION = 1
@@ -59,7 +59,7 @@ def save_checkpoint(path: Path, job: Job) -> None:
         "format": FORMAT,
         "version": VERSION,
         "config": job.config.to_dict(),
-        "corpus": job.corpus.fingerprint,
+        "corpus": job.task.fingerprint,
         "step": job.step,
         "seconds": job.seconds,
         "model": gathered(job.model.state_dict()),
@@ -86,8 +86,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"{path} has version {content.get('version')!r}, this daypack reads {VERSION}; use the other one"
         )
     expected = {"config": dict, "corpus": str, "step": int, "seconds": float, "model": dict, "random": dict}
-    for name, kind in expected.items():
-        if not isinstance(content.get(name), kind):
+    for name, type_ in expected.items():
+        if not isinstance(content.get(name), type_):
             raise ValueError(f"damaged checkpoint {path}: no valid entry {name!r}; {_REMEDY}")
     try:
         config = TrainConfig.from_dict(content["config"])
@@ -107,29 +107,26 @@ def load_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def resume(checkpoint: Checkpoint, config: TrainConfig | None = None, corpus: Corpus | None = None) -> Job:
+def resume(checkpoint: Checkpoint, config: TrainConfig | None = None, task: Task | None = None) -> Job:
     """Build the job that `checkpoint` was written from; it goes on bit for bit.
 
     Args:
         checkpoint: what `load_checkpoint` returned.
         config: the checkpoint's own config with another device, thread count, evaluation or place of the data; None for
             that config as it is.
-        corpus: the text, if it is loaded already.
+        task: the data, if it is loaded already.
 
     Raises:
-        ValueError: the text is another one, or weights or optimizer state do not fit the model.
+        ValueError: the data is another one, or weights or optimizer state do not fit the model.
 
     Warns:
         UserWarning: the checkpoint has no optimizer state.
     """
     path, config = checkpoint.path, config or checkpoint.config
-    corpus = load_corpus(config.data) if corpus is None else corpus
-    if corpus.fingerprint != checkpoint.corpus:
-        raise ValueError(
-            f"{path} was trained on another text than {corpus.source}; give the same one with --data "
-            "(the standard library's sources differ between Python versions)"
-        )
-    job = Job(config, corpus)
+    task = load_task(config) if task is None else task
+    if task.fingerprint != checkpoint.corpus:
+        raise ValueError(f"{path} was trained on other data than {task.source}; {kind(config.task).remedy}")
+    job = Job(config, task)
     _load_weights(job, checkpoint)
     if checkpoint.optimizer is None:
         warnings.warn(

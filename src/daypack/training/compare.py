@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from daypack.training.config import TrainConfig
-from daypack.training.corpus import Corpus, load_corpus
 from daypack.training.loop import Record, RunResult, build_optimizer, run
+from daypack.training.tasks import Task, load_task
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,13 @@ class Summary:
 
     Attributes:
         label: the optimizer with its options.
+        task: the task's name.
         lr: peak learning rate.
         steps: optimizer steps of a run.
         seeds: number of runs.
         diverged: how many of them ended on a loss that is not finite.
-        loss: last validation loss of the others, nats per byte; None if all diverged.
+        loss: last validation loss of the others, nats per prediction; None if all diverged.
+        accuracy: percentage of the held-out part that they predict right; None likewise.
         gap: `loss` minus the first optimizer's, paired by seed; None for the first one itself or without a pair.
         bytes_per_param: measured optimizer state per parameter element.
         optimizer_ms: median time of one `optimizer.step()`, milliseconds, averaged over runs.
@@ -52,11 +54,13 @@ class Summary:
     """
 
     label: str
+    task: str
     lr: float
     steps: int
     seeds: int
     diverged: int
     loss: Mean | None
+    accuracy: Mean | None
     gap: Mean | None
     bytes_per_param: float
     optimizer_ms: float
@@ -95,14 +99,14 @@ def grid(
 
 def compare(
     configs: Iterable[TrainConfig],
-    corpus: Corpus | None = None,
+    task: Task | None = None,
     on_record: Callable[[TrainConfig, Record], None] | None = None,
 ) -> list[RunResult]:
     """Run `configs` one after another, once every optimizer has been found to exist and to take its options.
 
     Args:
         configs: the runs, such as `grid` returns.
-        corpus: the text, if it is loaded already; otherwise each distinct `config.data` is loaded once.
+        task: the data of all runs, if it is loaded already; otherwise each task's is loaded once.
         on_record: called after every step of every run.
 
     Raises:
@@ -111,18 +115,19 @@ def compare(
     configs = list(configs)
     for config in configs:
         build_optimizer(config, nn.Linear(1, 1, device="meta"))
-    corpora: dict[str | None, Corpus] = {}
+    tasks: dict[tuple[str, str | None], Task] = {}
     results = []
     for config in configs:
-        if corpus is None and config.data not in corpora:
-            corpora[config.data] = load_corpus(config.data)
-        text = corpora[config.data] if corpus is None else corpus
+        key = config.task, config.data
+        if task is None and key not in tasks:
+            tasks[key] = load_task(config)
+        data = tasks[key] if task is None else task
 
         def report(record: Record, config: TrainConfig = config) -> None:
             if on_record is not None:
                 on_record(config, record)
 
-        results.append(run(config, text, report))
+        results.append(run(config, data, report))
     return results
 
 
@@ -137,14 +142,17 @@ def summarise(results: Sequence[RunResult]) -> list[Summary]:
 
 def _summary(runs: Sequence[RunResult], baseline: Mapping[int, float]) -> Summary:
     losses = _finite_losses(runs)
+    rights = [100 * run.accuracy for run in runs if run.config.seed in losses and math.isfinite(run.accuracy)]
     gaps = [loss - baseline[seed] for seed, loss in losses.items() if seed in baseline]
     return Summary(
         label=runs[0].config.label,
+        task=runs[0].config.task,
         lr=runs[0].config.lr,
         steps=runs[0].config.steps,
         seeds=len(runs),
         diverged=len(runs) - len(losses),
         loss=Mean.of(list(losses.values())) if losses else None,
+        accuracy=Mean.of(rights) if rights else None,
         gap=Mean.of(gaps) if gaps else None,
         bytes_per_param=runs[0].bytes_per_param,
         optimizer_ms=statistics.fmean(run.optimizer_ms for run in runs),

@@ -11,6 +11,7 @@ import torch
 
 from daypack.training.models import model_config
 from daypack.training.parallel import KINDS
+from daypack.training.tasks import kind
 
 
 def dtypes() -> dict[str, torch.dtype]:
@@ -20,28 +21,30 @@ def dtypes() -> dict[str, torch.dtype]:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. Configs that differ in the optimizer only train the same model, from the same start, on the same bytes.
+    """One run. Configs that differ in the optimizer only train one model, from the same start, on the same batches.
 
     Attributes:
         optimizer: a name that `daypack.create` knows.
         options: further keyword arguments of that optimizer, JSON values only, such as `{"second_moment": "blocks"}`.
         lr: peak learning rate.
         weight_decay: decay of matrices; norms and other vectors are never decayed.
-        model: preset of `daypack.training.models.presets`.
+        model: size of the task's model, one of `daypack.training.tasks.Kind.models`.
         seed: of the initial weights and of the batches.
         steps: optimizer steps.
-        batch: windows per step.
-        context: predicted bytes per window.
+        batch: windows or images per step; a graph is always trained whole.
+        context: text only: predicted bytes per window.
         warmup: steps of linear rise to `lr`; never more than half of `steps`.
         final_lr: learning rate that the cosine ends on, as a fraction of `lr`.
         clip: largest norm of the whole gradient; None for no clipping.
         eval_every: steps between evaluations; the last step is always evaluated. None: a tenth of `steps`.
-        eval_tokens: held-out bytes predicted per evaluation, the same ones each time.
+        eval_tokens: text only: held-out bytes predicted per evaluation, the same ones each time. Others predict all.
         device: a torch device.
         dtype: "float32", "bfloat16" or "float64", for parameters, gradients and arithmetic.
         threads: CPU threads, which the last bits of a result depend on; None leaves torch's setting.
-        data: file or folder; None for the standard library's sources.
+        data: text only: file or folder; None for the standard library's sources.
         parallel: "none", or how several processes share the run: "ddp" or "fsdp2". Each takes its part of every batch.
+            Text only.
+        task: "text" (the next byte), "images" (handwritten digits) or "graph" (the factions of a club).
     """
 
     optimizer: str = "gefen"
@@ -63,6 +66,7 @@ class TrainConfig:
     threads: int | None = None
     data: str | None = None
     parallel: str = "none"
+    task: str = "text"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "context", "eval_tokens", "eval_every", "threads"):
@@ -79,7 +83,13 @@ class TrainConfig:
             raise ValueError(f"unknown parallel {self.parallel!r}; choose one of {', '.join(KINDS)}")
         if self.dtype not in dtypes():
             raise ValueError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(dtypes())}")
-        model_config(self.model)
+        sizes = kind(self.task).models
+        if self.model not in sizes:
+            raise ValueError(f"unknown model {self.model!r}; choose one of {', '.join(sizes)} (task {self.task!r})")
+        if self.task != "text" and self.parallel != "none":
+            raise ValueError(f"parallel {self.parallel!r} is for the text task; train {self.task!r} on one process")
+        if self.task != "text" and self.data is not None:
+            raise ValueError(f"data is for the text task; task {self.task!r} has its own, so leave --data out")
 
     @property
     def label(self) -> str:
@@ -88,7 +98,7 @@ class TrainConfig:
         return f"{self.optimizer} ({chosen})" if chosen else self.optimizer
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether the loss on held-out bytes is measured once `step` steps are done."""
+        """Whether the loss on held-out data is measured once `step` steps are done."""
         every = self.eval_every or max(1, self.steps // 10)
         return step == self.steps or step % every == 0
 
@@ -128,5 +138,5 @@ def with_threads(config: TrainConfig) -> TrainConfig:
     One for a small model: a second gains it little, and where other work wants the cores, waiting for each other costs
     two threads ten times what they save. A larger model gets torch's present setting.
     """
-    small = model_config(config.model).hidden < 256
+    small = config.task != "text" or model_config(config.model).hidden < 256
     return replace(config, threads=config.threads or (1 if small else torch.get_num_threads()))

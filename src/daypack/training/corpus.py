@@ -37,9 +37,7 @@ class Corpus:
         They are a function of the arguments alone. A run is therefore resumed by its step number, and two optimizers
         with the same seed see the same bytes.
         """
-        digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        start = torch.randint(len(self.train) - context, (size, 1), generator=generator)
+        start = torch.randint(len(self.train) - context, (size, 1), generator=step_generator(seed, step))
         return self.train[start + torch.arange(context + 1)].long()
 
     def validation_batches(self, tokens: int, size: int, context: int) -> Iterator[Tensor]:
@@ -98,6 +96,12 @@ def load_corpus(data: str | os.PathLike[str] | None = None) -> Corpus:
     if not content:
         raise ValueError(f"empty corpus: no text in {source}; {remedy}")
     return split_corpus(content, f"the first {SIZE_LIMIT >> 20} MiB of {source}" if cut else source)
+
+
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """A generator that depends on the seed of a run and the number of a step alone."""
+    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def split_corpus(content: bytes, source: str) -> Corpus:

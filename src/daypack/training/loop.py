@@ -13,9 +13,8 @@ from torch import nn
 
 import daypack
 from daypack.training.config import TrainConfig, dtypes
-from daypack.training.corpus import Corpus, load_corpus
-from daypack.training.models import build_model
 from daypack.training.parallel import gathered, here
+from daypack.training.tasks import Task, load_task
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,13 @@ class Record:
 
     Attributes:
         step: steps done, this one included.
-        loss: training loss of this step's batch before its update, nats per byte.
+        loss: training loss of this step's batch before its update, nats per prediction.
         lr: learning rate of this step.
         grad_norm: norm of the whole gradient before clipping; None without clipping.
         optimizer_ms: time inside `optimizer.step()`, milliseconds.
         seconds: time that training and evaluation have taken so far in this job.
-        validation: loss on the held-out windows after this step, nats per byte; None if not measured here.
+        validation: loss on the held-out part after this step, nats per prediction; None if not measured here.
+        accuracy: fraction of it that was predicted right; None if not measured here.
     """
 
     step: int
@@ -39,6 +39,7 @@ class Record:
     optimizer_ms: float
     seconds: float
     validation: float | None
+    accuracy: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; a number that is not finite becomes None."""
@@ -75,9 +76,15 @@ class RunResult:
 
     @property
     def validation_loss(self) -> float:
-        """Last validation loss, nats per byte; NaN if the run diverged."""
+        """Last validation loss, nats per prediction; NaN if the run diverged."""
         curve = self.validation_curve
         return curve[-1][1] if curve else math.nan
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the held-out part that was predicted right at the end; NaN if the run did not get there."""
+        found = [record.accuracy for record in self.records if record.accuracy is not None]
+        return found[-1] if found else math.nan
 
     @property
     def validation_curve(self) -> list[tuple[int, float]]:
@@ -105,6 +112,7 @@ class RunResult:
         return {
             "config": self.config.to_dict(),
             "validation_loss": json_number(self.validation_loss),
+            "accuracy": json_number(self.accuracy),
             "bytes_per_param": self.bytes_per_param,
             "state_bytes": self.state_bytes,
             "parameters": self.parameters,
@@ -119,29 +127,28 @@ class Job:
 
     Attributes:
         config: what is run.
-        corpus: the text.
+        task: its data.
         model: the model being trained.
         optimizer: its optimizer.
         step: steps done.
         seconds: time that training and evaluation have taken.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus | None = None) -> None:
+    def __init__(self, config: TrainConfig, task: Task | None = None) -> None:
         """Build model and optimizer.
 
         Args:
             config: what to run.
-            corpus: the text, if it is loaded already; it must be what `config.data` names.
+            task: the data, if it is loaded already; it must be what `config` names.
 
         Raises:
             ValueError: unknown optimizer, option or device, missing data, or too little of it.
         """
         self.config = config
-        self.corpus = load_corpus(config.data) if corpus is None else corpus
-        self.corpus.require(config.context)
+        self.task = load_task(config) if task is None else task
         self.device = require_device(config.device)
         self.ranks = here(config.parallel)
-        self.model = build_model(config.model, config.seed, device=self.device, dtype=dtypes()[config.dtype])
+        self.model = self.task.model(config).to(device=self.device, dtype=dtypes()[config.dtype])
         self._loss = self.ranks.wrap(self.model)
         self.optimizer = build_optimizer(config, self.model)
         self.step = 0
@@ -159,7 +166,7 @@ class Job:
         lr = config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        batch = self.ranks.part(self.corpus.batch(config.seed, self.step, config.batch, config.context))
+        batch = self.ranks.part(self.task.batch(config, self.step))
         loss = self._loss(batch.to(self.device))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -170,19 +177,18 @@ class Job:
         self._synchronize()
         optimizer_ms = (time.perf_counter() - stepping) * 1e3
         self.step += 1
-        validation = self.evaluate() if config.evaluates_after(self.step) else None
+        validation, accuracy = self.evaluate() if config.evaluates_after(self.step) else (None, None)
         self.seconds += time.perf_counter() - started
         grad_norm = None if norm is None else float(gathered(norm))
-        return Record(self.step, self.ranks.mean(loss), lr, grad_norm, optimizer_ms, self.seconds, validation)
+        loss_mean = self.ranks.mean(loss)
+        return Record(self.step, loss_mean, lr, grad_norm, optimizer_ms, self.seconds, validation, accuracy)
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss on the held-out windows, nats per byte."""
-        config, total, count = self.config, 0.0, 0
-        for batch in self.corpus.validation_batches(config.eval_tokens, 2 * config.batch, config.context):
-            total += float(self.model.loss(batch.to(self.device), reduction="sum"))
-            count += batch.shape[0] * config.context
-        return total / count
+    def evaluate(self) -> tuple[float, float]:
+        """Mean loss on the held-out part in nats per prediction, and the fraction of it that is predicted right."""
+        scores = [self.model.score(batch.to(self.device)) for batch in self.task.held_out(self.config)]
+        loss, right, count = (sum(column) for column in zip(*scores, strict=True))
+        return loss / count, right / count
 
     def _synchronize(self) -> None:
         # The CPU is never asynchronous; an accelerator's time would otherwise land in whatever waits for it next.
@@ -190,21 +196,19 @@ class Job:
             torch.accelerator.synchronize(self.device)
 
 
-def run(
-    config: TrainConfig, corpus: Corpus | None = None, on_record: Callable[[Record], None] | None = None
-) -> RunResult:
+def run(config: TrainConfig, task: Task | None = None, on_record: Callable[[Record], None] | None = None) -> RunResult:
     """Train from the start to the end.
 
     Args:
         config: what to run.
-        corpus: the text, to load it only once for several runs.
+        task: the data, to load it only once for several runs.
         on_record: called after every step.
 
     Raises:
         ValueError: see `Job`.
     """
     with thread_count(config.threads):
-        job = Job(config, corpus)
+        job = Job(config, task)
         records = []
         for record in job.train():
             records.append(record)

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer over bytes, the model that every comparison trains.
+"""A small decoder-only transformer over bytes, the model of the text task.
 
 RMSNorm, gated (SwiGLU) MLP, grouped-query attention, rotary positions, untied output head: the block of today's
 language models, kept to one screen per idea.
@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from daypack.training.classifier import Classifier
 
 VOCABULARY = 256  # a token is a byte
 
@@ -139,7 +141,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
-class Transformer(nn.Module):
+class Transformer(Classifier):
     """Decoder-only language model; build one with `build_model`, which also initialises it."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -161,16 +163,9 @@ class Transformer(nn.Module):
             x = block(x, cos, sin)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
-    def loss(self, tokens: Tensor, *, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats per byte of `tokens[:, 1:]` given what precedes each, computed in at least fp32.
-
-        Args:
-            tokens: `[batch, length + 1]` integers.
-            reduction: "mean" or "sum" over the `batch * length` predicted tokens.
-        """
-        logits = self(tokens[:, :-1]).flatten(0, 1)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction=reduction)
+    def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """All but the last and all but the first token of `batch`, `[batch, length + 1]` integers."""
+        return batch[:, :-1], batch[:, 1:]
 
 
 def build_model(
