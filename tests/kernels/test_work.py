@@ -202,7 +202,7 @@ def test_unaligned_tensors(cpu: str) -> None:
         assert optimizer.kernels()[p] == "native"
         results.append(p.detach().clone())
     assert torch.equal(results[0], results[1])
-    assert not native._is_plain(torch.frombuffer(bytes_.numpy().data, dtype=torch.float32, offset=2, count=100))
+    assert not native.is_plain(torch.frombuffer(bytes_.numpy().data, dtype=torch.float32, offset=2, count=100))
 
 
 def test_autograd_notices_the_write() -> None:

@@ -321,6 +321,9 @@ def test_flat_partitions_are_warned_of_where_they_would_be_projected() -> None:
             daypack.materialize_state(daypack.GaLore([flat], **options))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        other = torch.nn.Parameter(torch.ones(8, 8))
+        daypack.materialize_state(daypack.GaLore([{"params": [flat], "rank": None}, {"params": [other], "rank": 2}]))
+    with pytest.warns(UserWarning, match="saves nothing: no group has a rank"):
         daypack.materialize_state(daypack.GaLore([flat]))
 
 

@@ -134,7 +134,7 @@ def test_moving_state_is_a_group_option() -> None:
 def test_a_failing_step_leaves_the_states_in_their_places(monkeypatch: pytest.MonkeyPatch, staged: None) -> None:
     optimizer, params = trained("gefen", 2, fused=False, placement="paged")
     homes = {name: optimizer.state[p] for name, p in params.items()}
-    monkeypatch.setattr("daypack.kernels.reference.apply", lambda update: 1 / 0)
+    monkeypatch.setattr("daypack.kernels.reference.apply", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(optimizer, params, [2])
     assert all(update.state is homes[update.name] for update in optimizer._work.updates)

@@ -12,12 +12,14 @@ from torch import Tensor
 from daypack.calibration import codebook
 from daypack.calibration.blocks import candidates
 from daypack.formats.base import Geometry
-from daypack.kernels.native import TYPES, address, is_plain, library, loaded
+from daypack.kernels import native
+from daypack.kernels.native import address, is_plain, loaded
+from daypack.kernels.tables import TYPES
 
 
 def reads(grad: Tensor) -> bool:
     """Whether the calibration functions below can take ``grad``."""
-    return library() is not None and grad.dtype in TYPES and grad.layout == torch.strided and is_plain(grad)
+    return native.library() is not None and grad.dtype in TYPES and grad.layout == torch.strided and is_plain(grad)
 
 
 def add_histogram(counts: Tensor, grad: Tensor, view: Geometry, block_size: int) -> None:

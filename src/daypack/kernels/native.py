@@ -22,34 +22,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daypack.calibration import codebook, maps
-from daypack.calibration.blocks import default_block_size
 from daypack.formats.base import StateFormat
-from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
-from daypack.formats.dense import Dense
-from daypack.formats.factored import Factored
 from daypack.formats.line_mean import LineMean, group_count
 from daypack.kernels.layouts import Layouts, Places
-from daypack.rules import ADAFACTOR, ADAM, ADAMW, LAMB, LION, SGD
-from daypack.update import ParamPlan, Rule, Update
+from daypack.kernels.tables import (
+    BLOCK_SIZE,
+    BLOCKS,
+    COLS,
+    FACTORED,
+    FIELDS,
+    OPTIONS,
+    PARAM,
+    ROWS,
+    TYPES,
+    block_size,
+    options_of,
+    refusal_of_formats,
+    v_block_size,
+    v_kind,
+)
+from daypack.update import Update
 
 INTERFACE = 3
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: Scales of larger blocks are left to the reference: a block's fresh moments wait in a buffer of fixed size.
-LARGEST_BLOCK = 4096
 
-# The structs of native/daypack.h.
-_POINTERS = ["param", "grad", "step", "codes", "scale", "codebook", "map", "exp_avg", "exp_avg_sq"]
-_POINTERS += ["v_codes", "v_scale", "v_map", "row", "col", "block", "owners", "sizes", "sums", "squares"]
-_NUMBERS = ["matrices", "rows", "cols", "first", "whole_rows", "block_size", "groups", "numel"]
-_NUMBERS += ["v_block_size", "v_kind", "param_type", "grad_type", "options"]
-PARAM = np.dtype([(name, np.uint64) for name in _POINTERS] + [(name, np.int64) for name in _NUMBERS])
-_OPTIONS = ["lr", "beta1", "beta2", "eps", "weight_decay", "sign", "rule", "dampening", "nesterov", "trust_ratio"]
-_OPTIONS += ["beta2_decay", "relative_step", "scale_parameter", "smallest_scale", "clip"]
-OPTIONS = np.dtype([(name, np.float64) for name in _OPTIONS])
-_FORMATS = {type(None), Dense, BlockQuantized, Factored, BlockMean, LineMean}
-_RULES = {ADAMW: 0, ADAM: 1, SGD: 2, LION: 3, LAMB: 4, ADAFACTOR: 5}
-_FACTORED, _BLOCKS, _ROWS, _COLS = 1, 2, 3, 4  # 0: a second moment for each element, or none
+
+_gradient = attrgetter("grad")
 
 
 @lru_cache(maxsize=1)
@@ -117,32 +115,13 @@ def refusal(update: Update) -> str | None:
         return f"no native kernel on {p.device}"
     if library() is None:
         return "the native kernels are not built"
-    if refused := _refusal_of_formats(plan):
+    if refused := refusal_of_formats(plan):
         return refused
     if p.dtype not in TYPES or update.grad.dtype not in TYPES:
         return f"no native kernel for {p.dtype} parameters with {update.grad.dtype} gradients"
     tensors = [p, update.grad, *(value for value in update.state.values() if isinstance(value, Tensor))]
     if not all(map(is_plain, tensors)):
         return "a tensor is not contiguous, not aligned, or not an ordinary CPU tensor"
-    return None
-
-
-@lru_cache(maxsize=4096)
-def _refusal_of_formats(plan: ParamPlan) -> str | None:
-    m, v = plan.exp_avg, plan.exp_avg_sq
-    if plan.rule not in _RULES or not {type(m), type(v)} <= _FORMATS:  # not what was derived from them either
-        return f"no native kernel for the rule {plan.rule.name} with these formats"
-    if plan.rule in (SGD, LION):
-        fits = m is not None and v is None
-    else:
-        fits = (m is not None or plan.rule is ADAFACTOR) and v is not None
-    if not fits or (plan.rule is ADAM and v is not None and v.statistics):
-        return f"no native kernel for the rule {plan.rule.name} with these formats"
-    coded = [form for form in (m, v) if isinstance(form, BlockQuantized)]
-    if any(form.block_size > LARGEST_BLOCK for form in coded) or len({form.block_size for form in coded}) > 1:
-        return f"no native kernel for blocks over {LARGEST_BLOCK} elements, or of different sizes"
-    if any(form.codebook == "learned" and (form.rounding != "dithered" or form is v) for form in coded):
-        return "no native kernel for learned codes of second moments or without dither"
     return None
 
 
@@ -192,7 +171,7 @@ class Batch:
         table["first"] = [update.view.origin for update in updates]
         table["whole_rows"] = [update.view.whole_rows for update in updates]
         table["numel"] = [prod(update.view.whole) for update in updates]
-        table["v_kind"] = [_v_kind(update.plan.exp_avg_sq) for update in updates]
+        table["v_kind"] = [v_kind(update.plan.exp_avg_sq) for update in updates]
         for name, moment in (("map", "exp_avg"), ("v_map", "exp_avg_sq")):
             table[name] = [_map_of(getattr(update.plan, moment)) for update in updates]
         self._set_lines()
@@ -218,20 +197,20 @@ class Batch:
     def attach(self) -> None:
         """Fill in the state, which may not exist yet, and what follows from it."""
         table = self.table
-        table["v_block_size"] = [_v_block_size(update) for update in self.updates]
+        table["v_block_size"] = [v_block_size(update) for update in self.updates]
         rows, cols, kinds = table["rows"], table["cols"], table["v_kind"]
         blocks = rows * -(-cols // np.maximum(table["v_block_size"], 1))
         counts = np.select(
-            [kinds == _FACTORED, kinds == _BLOCKS, kinds == _ROWS, kinds == _COLS],
+            [kinds == FACTORED, kinds == BLOCKS, kinds == ROWS, kinds == COLS],
             [rows + cols, blocks, rows + table["groups"], rows + cols + table["groups"]],
             0,
         )
         counts *= table["matrices"]
         self.sum_offsets = ((np.cumsum(counts) - counts) * 4).astype(np.uint64)
         self.sum_count = int(counts.sum())
-        table["block_size"] = [_block_size(update) for update in self.updates]
+        table["block_size"] = [block_size(update) for update in self.updates]
         states = [update.state for update in self.updates]
-        for key, field in _FIELDS.items():
+        for key, field in FIELDS.items():
             table[field] = [state[key].data_ptr() if key in state else 0 for state in states]
         self._watch()
 
@@ -241,7 +220,7 @@ class Batch:
         self.layouts = Layouts([*(update.grad for update in self.updates), *self.params])
         self.pointers = [p.data_ptr() for p in self.params]
         self.places = Places(self._state_values(), loaded())
-        sizes = [state[_BLOCK_SIZE] for state in self.states if isinstance(state.get(_BLOCK_SIZE), Tensor)]
+        sizes = [state[BLOCK_SIZE] for state in self.states if isinstance(state.get(BLOCK_SIZE), Tensor)]
         self.block_sizes = np.array([x.data_ptr() for x in sizes], np.uint64), np.array(list(map(int, sizes)), np.int64)
 
     def refresh(self) -> bool:
@@ -318,7 +297,7 @@ class Batch:
         return address(self.table), ctypes.c_int64(len(self.table))
 
     def _options(self) -> NDArray[Any]:
-        return np.array([_options(*entry) for entry in self.groups], OPTIONS)
+        return np.array([options_of(*entry) for entry in self.groups], OPTIONS)
 
     def _make_room(self) -> None:
         self.sums = np.zeros(self.sum_count, np.float32)  # a rank's part may be empty
@@ -339,62 +318,6 @@ class Batch:
             )
 
 
-#: State keys that the kernels read, and the field of the table that points to each.
-_FIELDS = {
-    "step": "step",
-    "exp_avg_codes": "codes",
-    "exp_avg_scale": "scale",
-    "exp_avg_codebook": "codebook",
-    "exp_avg": "exp_avg",
-    "exp_avg_sq": "exp_avg_sq",
-    "exp_avg_sq_codes": "v_codes",
-    "exp_avg_sq_scale": "v_scale",
-    "exp_avg_sq_row": "row",
-    "exp_avg_sq_col": "col",
-    "exp_avg_sq_block": "block",
-}
-
-
-_BLOCK_SIZE = "exp_avg_sq_block_size"
-
-_gradient = attrgetter("grad")
-
-
-def _block_size(update: Update) -> int:
-    """Elements per scale of coded moments; 1 where none is coded."""
-    forms = (update.plan.exp_avg, update.plan.exp_avg_sq)
-    sizes = [form.block_size for form in forms if isinstance(form, BlockQuantized)]
-    return max(1, min(sizes[0], update.view.cols)) if sizes else 1
-
-
-def _v_kind(form: StateFormat | None) -> int:
-    if isinstance(form, LineMean):
-        return _ROWS if form.axis == "row" else _COLS
-    return _FACTORED if isinstance(form, Factored) else _BLOCKS if isinstance(form, BlockMean) else 0
-
-
 def _map_of(form: StateFormat | None) -> int:
     """Address of the tables of a fixed map; 0 where a moment has none."""
     return _map(form.codebook)[1] if isinstance(form, BlockQuantized) and form.codebook != "learned" else 0
-
-
-def _v_block_size(update: Update) -> int:
-    """Columns per block mean; 0 where there are none."""
-    if not isinstance(update.plan.exp_avg_sq, BlockMean):
-        return 0
-    return int(update.state.get(_BLOCK_SIZE, 0)) or default_block_size(update.view.cols)
-
-
-def _options(group: Any, rule: Rule) -> tuple[float, ...]:
-    """The fields of `OPTIONS`; what the rule does not know is 0."""
-    numbers = {name: group.get(name, 0.0) for name in _OPTIONS}
-    numbers.update(sign=-1.0 if group["maximize"] else 1.0, rule=_RULES[rule])
-    if "betas" in group:
-        numbers["beta1"], numbers["beta2"] = group["betas"]
-    if rule is SGD:
-        numbers["beta1"] = group["momentum"]
-    if rule is ADAFACTOR:
-        eps, numbers["smallest_scale"] = group["eps"]
-        numbers["eps"] = torch.finfo(torch.float32).eps if eps is None else eps
-        numbers["beta1"], numbers["clip"] = group["beta1"] or 0.0, group["d"]
-    return tuple(map(float, numbers.values()))

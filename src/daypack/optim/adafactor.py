@@ -56,7 +56,7 @@ class Adafactor(CompressedOptimizer):
         block_size: elements of a row that share one scale of an 8-bit first moment.
         relative_step: True bounds lr by ``1 / sqrt(step)``, as torch does; False leaves it as it is given.
         scale_parameter: True scales the step by ``max(eps[1], RMS(p))``, as torch does; False does not.
-        fused: None or False the torch reference; True an error, for there is no fused kernel yet.
+        fused: chooses the kernel: None the fastest available, True a fused one or an error, False the torch reference.
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
         placement: ``"paged"`` keeps state outside the device's memory and brings it in for each parameter's turn: from
             memory-mapped files for parameters on a CPU (POSIX only), from pinned host memory on CUDA; docs/memory.md.

@@ -133,11 +133,12 @@ class GaLore(CompressedOptimizer):
             return f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole"
         if group["rank"] is not None:
             return super().caveat(param, group, name)
-        if all(each["rank"] is None for each in self.param_groups):
-            return "projects nothing and saves nothing: no group has a rank"
         inner = _Inner.of(group)
         optimizer = _optimizer(inner)
-        return optimizer.caveat(param, inner.group(group), name) if isinstance(optimizer, CompressedOptimizer) else None
+        if isinstance(optimizer, CompressedOptimizer):
+            return optimizer.caveat(param, inner.group(group), name)
+        unprojected = all(each["rank"] is None for each in self.param_groups)
+        return "projects nothing and saves nothing: no group has a rank" if unprojected else None
 
 
 def inner_names() -> tuple[str, ...]:

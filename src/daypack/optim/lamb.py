@@ -39,7 +39,7 @@ class LAMB(CompressedOptimizer):
     Args:
         params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: as in
-            `daypack.Gefen`; fused True is an error, for there is no fused kernel yet.
+            `daypack.Gefen`.
         trust_ratio: False exempts a group: its ratio is 1, which is AdamW. Norms and biases are usually exempt.
         bits: 8 stores the first moment as 8-bit codes into a codebook learned from first gradients, 32 in fp32.
         second_moment: ``"dense"``, or ``"factored"`` for row and column means of g^2.
