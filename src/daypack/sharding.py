@@ -7,7 +7,7 @@ whose dim 0 follows the parameter's are DTensors with its mesh and placements, a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ def is_flat_partition(tensor: Tensor) -> bool:
     """
     marked = getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False)
     return tensor.ndim == 1 and bool(marked or not isinstance(tensor, Parameter))
+
+
+def any_distributed(tensors: Iterable[Any]) -> bool:
+    """Whether any of ``tensors`` is a DTensor; costs nothing in a program that has none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
 def is_bare_partition(tensor: Tensor) -> bool:

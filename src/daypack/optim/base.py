@@ -159,6 +159,8 @@ class CompressedOptimizer(Optimizer):
 
     def _sharded(self) -> list[tuple[Tensor, ParamPlan]]:
         """Trainable parameters of which every rank holds a part."""
+        if not sharding.any_distributed(p for group in self.param_groups for p in group["params"]):
+            return []
         return [
             (p, self.plan_of(p, group, name))
             for group, name, p in self._params()
