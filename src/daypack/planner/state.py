@@ -21,6 +21,7 @@ from daypack.formats.base import CHUNK_ELEMENTS
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.groups import param_groups
 from daypack.optim.registry import REGISTRY, create
+from daypack.placement.schedule import PIECE_BYTES
 from daypack.planner.live import LiveTensors
 from daypack.planner.model import ParamSpec, from_shapes
 from daypack.planner.parallel import Parallel
@@ -35,8 +36,6 @@ STEP_BUFFERS = 32
 #: One that projects gradients works on whole parameters: two fp32 copies, and while a basis is found three fp64
 #: matrices of ``min(rows, cols)^2``; together at most this many fp32 copies of the parameter.
 PROJECTION_BUFFERS = 8
-#: Paged state is on the GPU in pieces of this many bytes, two at a time.
-PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
