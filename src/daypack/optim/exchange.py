@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daypack import sharding
+from daypack.formats.base import accumulator
 from daypack.kernels import reference
 from daypack.kernels.dispatch import Work
 from daypack.update import ParamPlan, Update
@@ -73,7 +74,9 @@ class Exchange:
             ValueError: this rank failed, or another one.
         """
         entries = [
-            torch.zeros(size, device=sharding.to_local(p).device)
+            torch.zeros(
+                size, dtype=accumulator(p.dtype), device=sharding.to_local(p).device
+            )  # whatever this rank knows
             for size, p in zip(self._first.sizes, self._params, strict=True)
         ]
         place = {id(p): i for i, p in enumerate(self._params)}
@@ -81,8 +84,8 @@ class Exchange:
         shared = work.shared_sums() if work else []
         for k, update, i in mine:
             flags = [update.whole.grad is not None, 0, unsure(update) and not reference.is_zero(update), totals[k]]
-            numbers = torch.tensor(flags, dtype=torch.float64, device=entries[i].device)
-            entries[i] = torch.cat([numbers.to(shared[k].dtype), shared[k]])
+            entries[i][:_FLAGS] = torch.tensor(flags, dtype=torch.float64)
+            entries[i][_FLAGS:] = shared[k]
         if error is not None:
             for entry in entries:
                 entry[1] = 1
