@@ -43,8 +43,7 @@ static inline void observe_group(const typename G::Raw* g, int64_t stride, int64
   constexpr int64_t ahead = 2048 / sizeof(typename G::Raw);
   __m512 rows[ROWS];
   for (int r = 0; r < ROWS; ++r) rows[r] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < n; i += 16) {
-    const Mask k = mask_of(static_cast<int>(n - i < 16 ? n - i : 16));
+  const auto add = [&](int64_t i, Mask k) {
     __m512 col = _mm512_load_ps(cols + i);
     const int64_t next = i + ahead < n ? i + ahead : ROWS * stride + (i + ahead - n);
     for (int r = 0; r < ROWS; ++r) {
@@ -54,7 +53,10 @@ static inline void observe_group(const typename G::Raw* g, int64_t stride, int64
       col = _mm512_fmadd_ps(x, x, col);
     }
     _mm512_store_ps(cols + i, col);
-  }
+  };
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) add(i, 0xFFFF);
+  if (i < n) add(i, mask_of(static_cast<int>(n - i)));
   for (int r = 0; r < ROWS; ++r) row_sums[r] = _mm512_reduce_add_ps(rows[r]);
 }
 

@@ -17,23 +17,44 @@ struct Row {
   void use(float row_factor) { factor = _mm512_set1_ps(row_factor * inverse_rate); }
 };
 
-// Fresh first moment and parameter of n <= 64 elements; the old moment is `old[4]` times `unit`. Returns the magnitudes.
+// Fresh first moment and parameter of the 16 elements in `k`; the old moment is `old` times `unit`. Returns the magnitudes.
+template <class P, class G>
+static inline __m512 step_vector(typename P::Raw* p, const typename G::Raw* g, __m512i old, __m512 unit, const float* root,
+                                 const Row& row, Mask k, float* m, __m512 largest) {
+  const __m512 pull = _mm512_mul_ps(load(g, k, G{}), row.weight);
+  const __m512 fresh = _mm512_maskz_mov_ps(k, _mm512_fmadd_ps(_mm512_cvtepi32_ps(old), unit, pull));
+  _mm512_storeu_ps(m, fresh);
+  const __m512 denominator = _mm512_fmadd_ps(row.factor, _mm512_loadu_ps(root), row.eps);
+  const __m512 move = _mm512_div_ps(fresh, denominator);
+  store(p, k, _mm512_fmsub_ps(load(p, k, P{}), row.decay, move), P{});
+  return _mm512_range_ps(largest, fresh, 0xB);  // the larger magnitude
+}
+
+// The same for n <= 64 elements. Masks only where they are needed: a masked access to memory that is not in the cache yet
+// takes twice as long as the rest of a step.
 template <class P, class G, bool FULL>
 static inline __m512 step_vectors(typename P::Raw* p, const typename G::Raw* g, const __m512i old[4], __m512 unit,
                                   const float* root, const Row& row, int n, float* m, __m512 largest) {
   for (int q = 0; q < 4; ++q) {
-    if (!FULL && n <= 16 * q) break;
-    const Mask k = FULL ? 0xFFFF : mask_of(n - 16 * q);
-    const __m512 pull = _mm512_mul_ps(load(g + 16 * q, k, G{}), row.weight);
-    __m512 fresh = _mm512_fmadd_ps(_mm512_cvtepi32_ps(old[q]), unit, pull);
-    if (!FULL) fresh = _mm512_maskz_mov_ps(k, fresh);
-    _mm512_storeu_ps(m + 16 * q, fresh);
-    largest = _mm512_range_ps(largest, fresh, 0xB);  // the larger magnitude
-    const __m512 denominator = _mm512_fmadd_ps(row.factor, _mm512_loadu_ps(root + 16 * q), row.eps);
-    const __m512 move = _mm512_div_ps(fresh, denominator);
-    store(p + 16 * q, k, _mm512_fmsub_ps(load(p + 16 * q, k, P{}), row.decay, move), P{});
+    const int at = 16 * q;
+    if (FULL || n >= at + 16)
+      largest = step_vector<P, G>(p + at, g + at, old[q], unit, root + at, row, 0xFFFF, m + at, largest);
+    else if (n > at)
+      largest = step_vector<P, G>(p + at, g + at, old[q], unit, root + at, row, mask_of(n - at), m + at, largest);
   }
   return largest;
+}
+
+// n < 64 codes, and zeros after them.
+static inline __m512i load_codes(const uint8_t* codes, int n) {
+  __m512i all = _mm512_setzero_si512();
+  if (n >= 32) all = _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+  const int rest = n % 32;
+  if (rest == 0) return all;
+  const __m256i last = rest == 16
+      ? _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + n - rest)))
+      : _mm256_maskz_loadu_epi8((1u << rest) - 1, codes + n - rest);
+  return n >= 32 ? _mm512_inserti64x4(all, last, 1) : _mm512_zextsi256_si512(last);
 }
 
 // `fresh_coded_block` where the old scale is too small for whole numbers.
@@ -75,7 +96,7 @@ static inline float fresh_coded_block(typename P::Raw* p, const typename G::Raw*
   }
   if (at < n) {
     for (int i = n / 16 * 16; i < at + 64; i += 16) _mm512_storeu_ps(m + i, _mm512_setzero_ps());
-    decode(_mm512_maskz_loadu_epi8((1ull << (n - at)) - 1, codes + at), old);
+    decode(load_codes(codes + at, n - at), old);
     largest = step_vectors<P, G, false>(p + at, g + at, old, unit, root + at, row, n - at, m + at, largest);
   }
   *scale = static_cast<uint16_t>((bits_of(_mm512_reduce_max_ps(largest)) + 0xFFFF) >> 16);

@@ -76,18 +76,11 @@ DAYPACK_EXPORT int daypack_use_cpu(const char* name);
 // Whether the number at each of `places` is the one in `numbers`: 1 or 0.
 DAYPACK_EXPORT int daypack_numbers_are(const int64_t* const* places, const int64_t* numbers, int64_t count);
 
-// Functions of torch's C interface for tensors, without their prefix "aoti_torch_get_". Each returns 0, or an error.
-struct DaypackTorch {
-  int32_t (*data_ptr)(void* tensor, void** result);
-  int32_t (*dtype)(void* tensor, int32_t* result);
-  int32_t (*dim)(void* tensor, int64_t* result);
-  int32_t (*sizes)(void* tensor, int64_t** result);
-  int32_t (*strides)(void* tensor, int64_t** result);
-};
+// The function aoti_torch_get_data_ptr of torch's C interface for tensors. Returns 0, or an error.
+typedef int32_t (*DaypackDataPtr)(void* tensor, void** result);
 
-// Where each of torch's tensor handles has its elements, and a hash of its dtype, sizes and strides. Returns 0, or -1.
-DAYPACK_EXPORT int daypack_look(const DaypackTorch* torch, void* const* tensors, int64_t count, uint64_t* places,
-                                uint64_t* layouts);
+// Where each of torch's tensor handles has its elements. Returns 0, or -1.
+DAYPACK_EXPORT int daypack_look(DaypackDataPtr data_ptr, void* const* tensors, int64_t count, int threads, void** places);
 
 // Run on the threads of an OpenMP runtime: `gomp_parallel` is its GOMP_parallel. Null: on threads of our own.
 DAYPACK_EXPORT void daypack_borrow_threads(void* gomp_parallel);

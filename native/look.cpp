@@ -1,30 +1,17 @@
-// Whether tensors are still where they were, asked through the C functions that torch keeps stable for code compiled apart
+// Whether tensors are still where they were, asked through a C function that torch keeps stable for code compiled apart
 // from it (torch/csrc/inductor/aoti_torch/c/shim.h). From Python the same question costs as much as a step of small
 // parameters.
+#include <atomic>
+
 #include "daypack.h"
+#include "pool.h"
 
-namespace {
-
-uint64_t mixed(uint64_t hash, int64_t value) {
-  hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15u;
-  return hash ^ (hash >> 32);
-}
-
-}  // namespace
-
-int daypack_look(const DaypackTorch* torch, void* const* tensors, int64_t count, uint64_t* places, uint64_t* layouts) {
-  for (int64_t i = 0; i < count; ++i) {
-    void* place = nullptr;
-    int32_t type = 0;
-    int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
-    if (torch->data_ptr(tensors[i], &place) != 0 || torch->dtype(tensors[i], &type) != 0 ||
-        torch->dim(tensors[i], &dim) != 0 || torch->sizes(tensors[i], &sizes) != 0 ||
-        torch->strides(tensors[i], &strides) != 0)
-      return -1;
-    uint64_t hash = mixed(static_cast<uint64_t>(type), dim);
-    for (int64_t d = 0; d < dim; ++d) hash = mixed(mixed(hash, sizes[d]), strides[d]);
-    places[i] = reinterpret_cast<uintptr_t>(place);
-    layouts[i] = hash;
-  }
-  return 0;
+int daypack_look(DaypackDataPtr data_ptr, void* const* tensors, int64_t count, int threads, void** places) {
+  constexpr int64_t GROUP = 1024;
+  std::atomic<bool> failed{false};
+  daypack::parallel_for((count + GROUP - 1) / GROUP, threads, [&](int64_t part) {
+    for (int64_t i = part * GROUP; i < count && i < (part + 1) * GROUP; ++i)
+      if (data_ptr(tensors[i], &places[i]) != 0) failed = true;
+  });
+  return failed ? -1 : 0;
 }

@@ -39,7 +39,7 @@ def is_flat_partition(tensor: Tensor) -> bool:
 def any_distributed(tensors: Iterable[Any]) -> bool:
     """Whether any of ``tensors`` is a DTensor; costs nothing in a program that has none."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in {*map(type, tensors)})
 
 
 def is_bare_partition(tensor: Tensor) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -56,32 +55,28 @@ def _layout(tensor: object) -> tuple[Any, ...] | None:
 
 
 class Places:
-    """Which tensors ``values`` are, where their elements stand in memory and how they are laid out there."""
+    """Which objects ``values`` are, and where in memory those that are tensors have their elements."""
 
     def __init__(self, values: Sequence[object], library: ctypes.CDLL) -> None:
         self._values = list(values)
-        self._tensors = [value for value in values if isinstance(value, Tensor)]
-        handles = _handles(self._tensors)
-        self._look = _looker(handles, library) if handles is not None else lambda: [_place(x) for x in self._tensors]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        handles = _handles(tensors)
+        self._look = _looker(handles, library) if handles is not None else lambda: [x.data_ptr() for x in tensors]
         self._seen = self._look()
         if handles is not None:
             # Handles are references: torch takes them back as tensors that nobody keeps.
             weakref.finalize(self, torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs, handles).atexit = False
 
     def hold(self, values: Sequence[object]) -> bool:
-        """Whether ``values`` are the same objects, and all that is noted about them still holds."""
+        """Whether ``values`` are the same objects, with their elements in the same places."""
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
         return same and self._look() == self._seen
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), _layout(tensor)
 
 
 def _handles(tensors: list[Tensor]) -> list[Any] | None:
     """References for torch's C interface, which code compiled apart from torch uses."""
     try:
-        return None if _functions() is None else torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
+        return None if _data_ptr() is None else torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
     except Exception:
         return None
 
@@ -90,25 +85,22 @@ def _looker(handles: list[Any], library: ctypes.CDLL) -> Callable[[], bytes | No
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     pointers = np.array([pointer_of(handle, None) for handle in handles], np.uint64)
-    found: NDArray[np.uint64] = np.zeros((2, len(handles)), np.uint64)
-    functions = _functions()
-    arguments = [ctypes.c_void_p(array.ctypes.data) for array in (functions, pointers, *found)]
+    places = np.zeros(len(handles), np.uint64)
+    tensors, found = ctypes.c_void_p(pointers.ctypes.data), ctypes.c_void_p(places.ctypes.data)
 
     def look() -> bytes | None:
-        failed = library.daypack_look(*arguments[:2], ctypes.c_int64(len(pointers)), *arguments[2:])
-        return None if failed else found.tobytes()
+        count = ctypes.c_int64(len(pointers))
+        failed = library.daypack_look(_data_ptr(), tensors, count, torch.get_num_threads(), found)
+        return None if failed else places.tobytes()
 
     return look
 
 
 @lru_cache(maxsize=1)
-def _functions() -> NDArray[np.uint64] | None:
-    """A ``DaypackTorch`` of ``native/daypack.h``; None where torch's library lacks one of the functions."""
-    names = ("data_ptr", "dtype", "dim", "sizes", "strides")
+def _data_ptr() -> ctypes.c_void_p | None:
+    """The function that finds a tensor's elements; None where torch's library lacks it."""
     try:
         (path,) = Path(torch.__file__).parent.glob("lib/*torch_cpu.*")
-        torch_cpu = ctypes.CDLL(str(path))
-        addresses = [ctypes.cast(getattr(torch_cpu, "aoti_torch_get_" + name), ctypes.c_void_p).value for name in names]
-        return np.array(addresses, np.uint64)
+        return ctypes.cast(ctypes.CDLL(str(path)).aoti_torch_get_data_ptr, ctypes.c_void_p)
     except (OSError, AttributeError, ValueError):
         return None
