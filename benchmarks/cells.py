@@ -10,10 +10,10 @@ from typing import Any
 
 from daypack.training.checkpoint import load_checkpoint, resume, save_checkpoint
 from daypack.training.config import TrainConfig
-from daypack.training.corpus import Corpus
-from daypack.training.loop import Job
+from daypack.training.loop import Job, build_optimizer
 
 RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs"
 CACHE = Path("runs") / "half-trained"
 STEPS, CUT, SEEDS = 1500, 750, (0, 1, 2)
 
@@ -25,16 +25,22 @@ def config(optimizer: str, seed: int) -> TrainConfig:
     )
 
 
-def half_trained(optimizer: str, seed: int, corpus: Corpus) -> Job:
-    """The job after `CUT` steps; trained once, then read from a checkpoint."""
-    path = CACHE / f"{optimizer}-{seed}.pt"
+def half_trained(optimizer: str, seed: int, steps: int = CUT) -> Job:
+    """The job after ``steps`` steps; trained once, then read from a checkpoint."""
+    path = CACHE / f"{optimizer}-{seed}-{steps}.pt"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        job = Job(config(optimizer, seed), corpus)
-        while job.step < CUT:
+        job = Job(config(optimizer, seed))
+        while job.step < steps:
             job.advance()
         save_checkpoint(path, job)
-    return resume(load_checkpoint(path), corpus=corpus)
+    return resume(load_checkpoint(path))
+
+
+def exchange(job: Job, model: Any) -> None:
+    """Let the job go on with another model, under a fresh optimizer."""
+    job.model, job._loss = model, job.ranks.wrap(model)
+    job.optimizer = build_optimizer(job.config, model)
 
 
 def proceed(job: Job, steps: int) -> dict[str, Any]:
@@ -81,3 +87,35 @@ def show(values: list[float]) -> str:
     """Mean and standard error."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return f"{statistics.fmean(values):+.4f} ± {error:.4f}"
+
+
+def draw(name: str, panels: dict[str, dict[str, tuple[list[Any], list[Any]]]], what: str, smooth: int = 10) -> None:
+    """Save docs/``name``: in each panel, by label, the gap of cells to base cells, paired by seed, mean and spread.
+
+    The spread is one standard error over seeds; curves are means over ``smooth`` steps.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), sharey=True, squeeze=False)
+    for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
+        for label, (cells, base) in curves.items():
+            steps = range(1, len(cells[0]["loss"]) - smooth + 2, max(1, smooth // 5))
+            values = [gaps(cells, base, step, step + smooth - 1) for step in steps]
+            middle = [statistics.fmean(each) for each in values]
+            error = [statistics.stdev(each) / len(each) ** 0.5 for each in values]
+            at = [step + (smooth - 1) / 2 for step in steps]
+            (line,) = axis.plot(at, middle, label=label, linewidth=1.2)
+            low = [m - e for m, e in zip(middle, error, strict=True)]
+            high = [m + e for m, e in zip(middle, error, strict=True)]
+            axis.fill_between(at, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+        axis.axhline(0, color="0.4", linewidth=0.8)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("steps after")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=8)
+    axes[0][0].set_ylabel(f"training loss, nats/byte\n{what}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(DOCS / name, dpi=90, metadata={"Software": None})

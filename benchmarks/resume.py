@@ -13,7 +13,6 @@ from typing import Any
 
 from cells import CUT, RESULTS, SEEDS, gaps, half_trained, pick, proceed, read, run_cells, show
 from daypack.checkpoint import Rewarm
-from daypack.training.corpus import load_corpus
 from daypack.training.loop import build_optimizer, thread_count
 
 PATH = RESULTS / "resume.jsonl"
@@ -32,9 +31,9 @@ WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100), (101, 150))
 
 
 def cell(optimizer: str, remedy: str, seed: int) -> dict[str, Any]:
-    corpus, steps = load_corpus(), REMEDIES[remedy]
+    steps = REMEDIES[remedy]
     with thread_count(1):
-        job = half_trained(optimizer, seed, corpus)
+        job = half_trained(optimizer, seed)
         if steps is not None:
             job.optimizer = build_optimizer(job.config, job.model)
             if any(steps):

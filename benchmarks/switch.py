@@ -14,7 +14,6 @@ from typing import Any
 
 import daypack
 from cells import CUT, RESULTS, SEEDS, STEPS, gaps, half_trained, pick, proceed, read, run_cells, show
-from daypack.training.corpus import load_corpus
 from daypack.training.loop import thread_count
 
 PATH = RESULTS / "switch.jsonl"
@@ -23,9 +22,8 @@ WINDOWS = ((1, 10), (11, 50), (51, 100), (101, 300), (301, 750))
 
 
 def cell(kind: str, seed: int) -> dict[str, Any]:
-    corpus = load_corpus()
     with thread_count(1):
-        job = half_trained("adamw", seed, corpus)
+        job = half_trained("adamw", seed)
         converted = (
             daypack.convert(job.optimizer, "gefen", second_moment="blocks" if "blocks" in kind else "factored")
             if kind != "adamw"

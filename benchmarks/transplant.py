@@ -1,11 +1,13 @@
 """A wider, deeper model with a larger vocabulary goes on from a half-trained one: its state transplanted, or fresh.
 
-    python benchmarks/transplant.py run       # cells (optimizer x kind x seed) that results/transplant.jsonl lacks
-    python benchmarks/transplant.py report    # a table in Markdown
+    python benchmarks/transplant.py run [ONLY]    # cells that results/transplant.jsonl lacks (of one optimizer)
+    python benchmarks/transplant.py report        # a table in Markdown
+    python benchmarks/transplant.py plot          # docs/transplant.png
 
-The tiny model after 750 steps grows from 2 to 3 layers, its MLPs from 176 to 264, its vocabulary from 256 to 272. New
-branches end in zeros, so that the new model begins with the old one's function (but for the new rows of the head). All
-kinds of a seed go on from the same weights on the same batches for 200 steps at the old job's learning rates.
+The tiny model after 750 or 1,125 of 1,500 steps grows from 2 to 3 layers, its MLPs from 176 to 264, its vocabulary from
+256 to 272. New branches end in zeros, so that the new model begins with the old one's function (but for the new rows of
+the head). All kinds of a seed go on from the same weights on the same batches for 200 steps at the old job's learning
+rates. "a step for each element" is AdamW with just that: kept elements go on exactly, new ones as in a fresh optimizer.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ import torch
 from torch import nn
 
 import daypack
-from cells import CUT, RESULTS, SEEDS, gaps, half_trained, pick, proceed, read, run_cells, show
+from cells import CUT, RESULTS, SEEDS, draw, exchange, gaps, half_trained, pick, proceed, read, run_cells, show
 from daypack.checkpoint import Rewarm
 from daypack.checkpoint.growth import grow
-from daypack.training.corpus import load_corpus
-from daypack.training.loop import build_optimizer, thread_count
+from daypack.training.loop import thread_count
 from daypack.training.models import build_model, model_config
 
 PATH = RESULTS / "transplant.jsonl"
-OPTIMIZERS = ("adamw", "gefen")
-KINDS = ("transplanted", "fresh state", "fresh state, Rewarm")
+FRESH, CARRIED, REWARM, EACH = "fresh state", "transplanted", "fresh state, Rewarm", "a step for each element"
+KINDS = {"adamw": (CARRIED, FRESH, REWARM, EACH), "gefen": (CARRIED, FRESH, REWARM), "adam_mini": (CARRIED, FRESH)}
+CUTS = (CUT, 1125)
 LENGTH = 200
-WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100), (101, 200))
+WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100), (101, 200), (1, 200))
 
 
 @torch.no_grad()
@@ -52,38 +54,98 @@ def grown(old: nn.Module, seed: int) -> Any:
     return model
 
 
-def cell(optimizer: str, kind: str, seed: int) -> dict[str, Any]:
-    corpus = load_corpus()
+class ElementAdamW(torch.optim.Optimizer):
+    """AdamW with a step for each element."""
+
+    def __init__(self, like: torch.optim.Optimizer) -> None:
+        super().__init__(like.param_groups, like.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                state = self.state[p]
+                for key in ("m", "v", "t") if not state else ():
+                    state[key] = torch.zeros_like(p)
+                m = state["m"].lerp_(p.grad, 1 - b1)
+                v = state["v"].lerp_(p.grad.square(), 1 - b2)
+                t = state["t"].add_(1).double()
+                m, v = m / (1 - b1**t), v / (1 - b2**t)
+                p.mul_(1 - lr * group["weight_decay"]).sub_((lr * m / (v.sqrt() + group["eps"])).float())
+
+    def carry(self, old: torch.optim.Optimizer, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
+        for name, p in before.items():
+            state, shape = old.state[p], tuple(now[name].shape)
+            t = torch.full_like(p, float(state["step"]))
+            tensors = {"m": state["exp_avg"], "v": state["exp_avg_sq"], "t": t}
+            self.state[now[name]] = {key: grow(value, shape) for key, value in tensors.items()}
+
+
+def cell(optimizer: str, kind: str, seed: int, cut: int) -> dict[str, Any]:
     with thread_count(1):
-        job = half_trained(optimizer, seed, corpus)
-        old = job.optimizer
-        job.model = grown(job.model, seed)
-        job.optimizer = build_optimizer(job.config, job.model)
-        if kind == "transplanted":
+        job = half_trained(optimizer, seed, cut)
+        old, before = job.optimizer, dict(job.model.named_parameters())
+        exchange(job, grown(job.model, seed))
+        if kind == CARRIED:
             daypack.transplant(old, job.optimizer)
-        elif kind.endswith("Rewarm"):
+        elif kind == REWARM:
             Rewarm(job.optimizer, 10, 50)
+        elif kind == EACH:
+            job.optimizer = ElementAdamW(job.optimizer)
+            job.optimizer.carry(old, before, dict(job.model.named_parameters()))
         return proceed(job, LENGTH)
+
+
+def keys() -> list[dict[str, Any]]:
+    every = [
+        {"optimizer": o, "kind": k, "seed": s, "cut": c} for s in SEEDS for c in CUTS for o in KINDS for k in KINDS[o]
+    ]
+    # The later growth is a check of the claim, not of every variant.
+    return [
+        key
+        for key in every
+        if key["cut"] == CUT or (key["kind"] in (CARRIED, FRESH) and key["optimizer"] != "adam_mini")
+    ]
 
 
 def report() -> None:
     cells = read(PATH)
-    heads = " | ".join(f"steps {first} - {last}" for first, last in WINDOWS)
-    print(f"| optimizer | | {heads} | validation at {CUT + LENGTH} |")
-    print("|---|---|---|" + "---|" * len(WINDOWS))
-    for optimizer in OPTIMIZERS:
-        base = pick(cells, optimizer=optimizer, kind=KINDS[0])
-        for kind in KINDS:
-            mine = pick(cells, optimizer=optimizer, kind=kind)
-            shown = ["" if kind == KINDS[0] else show(gaps(mine, base, *window)) for window in WINDOWS]
-            loss = statistics.fmean(each["validation"][str(CUT + LENGTH)] for each in mine)
-            print(f"| {optimizer} | {kind} | {' | '.join(shown)} | {loss:.4f} |")
+    heads = " | ".join(f"{first} - {last}" for first, last in WINDOWS)
+    print(f"| optimizer, grown at | | {heads} | validation after {LENGTH} |")
+    print("|---|---|" + "---|" * (len(WINDOWS) + 1))
+    for cut in CUTS:
+        for optimizer, kinds in KINDS.items():
+            base = pick(cells, optimizer=optimizer, kind=FRESH, cut=cut)
+            for kind in kinds:
+                mine = pick(cells, optimizer=optimizer, kind=kind, cut=cut)
+                if not mine:
+                    continue
+                shown = ["" if kind == FRESH else show(gaps(mine, base, *window)) for window in WINDOWS]
+                loss = statistics.fmean(each["validation"][str(cut + LENGTH)] for each in mine)
+                print(f"| {optimizer}, {cut} | {kind} | {' | '.join(shown)} | {loss:.4f} |")
+
+
+def plot() -> None:
+    cells = read(PATH)
+    panels = {
+        f"{optimizer}, grown at step {CUT}": {
+            kind: (
+                pick(cells, optimizer=optimizer, kind=kind, cut=CUT),
+                pick(cells, optimizer=optimizer, kind=FRESH, cut=CUT),
+            )
+            for kind in kinds
+            if kind != FRESH
+        }
+        for optimizer, kinds in KINDS.items()
+    }
+    draw("transplant.png", panels, "above a fresh state")
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["report"]:
         report()
+    elif sys.argv[1:] == ["plot"]:
+        plot()
     else:
-        run_cells(
-            PATH, [{"optimizer": o, "kind": k, "seed": s} for s in SEEDS for o in OPTIMIZERS for k in KINDS], cell
-        )
+        run_cells(PATH, [key for key in keys() if key["optimizer"] in (sys.argv[2:] or KINDS)], cell)

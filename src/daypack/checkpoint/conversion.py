@@ -24,6 +24,10 @@ from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
 from daypack.update import ParamPlan
 
+#: Steps that the moments of a parameter with new elements count for, where a second moment divides. All elements share
+#: one step: few make a zero moment nearly what a fresh optimizer starts from, and let new gradients soon outweigh the
+#: ones of the old model. 10 is what a first moment with a decay of 0.9 remembers (docs/resume.md has the figures).
+HISTORY = 10
 _UNSTEPPED = "it was never stepped"
 #: Options that mean the same wherever a constructor has them. All others keep the new optimizer's defaults.
 SHARED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "nonfinite")
@@ -116,7 +120,7 @@ class Source:
         moments: by name, as numbers of the target's shape, unbiased means of g and of g^2.
         step: steps taken.
         note: why moments are missing.
-        grown: whether some numbers were not in the old state.
+        grown: whether some elements were not in the old state.
         plan: of daypack's optimizers; state of an equal plan is taken over as it is.
         state: that state.
         options: of its group.
@@ -226,7 +230,7 @@ class _Filler:
         for moment in found.moments:
             meaning = MEANINGS.get(found.rule, (None, None))[MOMENTS.index(moment)]
             if moment in source.moments and meaning is not None:
-                result[moment] = source.moments[moment](meaning(group, source.step))
+                result[moment] = source.moments[moment](meaning(group, _steps(found, source)))
         return result
 
     def _codebook(self) -> Tensor | None:
@@ -274,14 +278,14 @@ class _Filler:
             codebook = state.get(at.key + "_codebook")
             if codebook is not None and levels is not None and wanted[moment].any():
                 codebook.copy_(levels)
-            error = moments.write(state, at, wanted[moment], source.step)
+            error = moments.write(state, at, wanted[moment], _steps(found, source))
             self.report.add(name, moment, _outcome(wanted[moment], at, error, source.grown), error)
         for moment in source.moments.keys() - found.moments.keys():
             self.report.add(name, moment, "dropped", note=f"{type(self.target).__name__} keeps none")
 
     def _state(self, p: Tensor, found: Layout, source: Source) -> dict[str, Any]:
         """The state of a parameter before its moments are written."""
-        step = torch.tensor(float(source.step), dtype=torch.float32)
+        step = torch.tensor(float(_steps(found, source)), dtype=torch.float32)
         state: dict[str, Any] = self.target.state[p]
         if isinstance(self.target, CompressedOptimizer):
             state["step"] = step
@@ -296,6 +300,11 @@ def _is_same(found: Layout, group: dict[str, Any], source: Source) -> bool:
     if found.plan is None or found.plan != source.plan or source.step == 0:
         return False
     return moments.same_scales(found.plan, group, source.options, source.step)
+
+
+def _steps(found: Layout, source: Source) -> int:
+    """The step that a target parameter goes on from."""
+    return min(source.step, HISTORY) if source.grown and "exp_avg_sq" in found.moments else source.step
 
 
 def _levels_of(source: Numbers) -> Tensor | None:

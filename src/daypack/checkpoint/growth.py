@@ -32,13 +32,15 @@ def transplant(
 ) -> Report:
     """Give ``new_optimizer``, a fresh one over a changed model, the state of the old one, wherever parameters match.
 
-    Parameters are matched by name. Of one whose shape has changed the leading corner is kept: the rows, columns and so
-    on that both have. Where elements are new, the first moment starts at 0 and the second at the mean of the kept ones
-    of their row or column; the step is that of the old parameter. So kept elements go on as they were, row and column
-    means included, and the first update of a new element is at most ``(1 - b1) / sqrt(1 - b2)`` learning rates, AdamW's
-    own bound, and a tenth of one where its gradient is like those of its neighbours. Whole new parameters start as in
-    a fresh optimizer, with their own bias correction. Options are those of ``new_optimizer``, which may be of another
-    class: then state is converted too.
+    Parameters are matched by name; those of the same shape go on exactly, whole new ones start as in a fresh optimizer.
+    Of one whose shape has changed the leading corner is kept: the rows, columns and so on that both have. New elements
+    start with both moments 0. They cannot have a step of their own, so where a second moment divides, the step of a
+    parameter with new elements goes back to 10 (`daypack.checkpoint.conversion.HISTORY`) if it was larger, and its
+    moments are rescaled so that the means of g and of g^2 that they stand for stay. That gives new elements about the
+    bias correction of a fresh optimizer (under a constant gradient AdamW's first update is half a learning rate, no
+    later one above 1.13), and kept ones go on from their means and take in the new gradients sooner. Adafactor's
+    ``relative_step`` bounds the rate of such a parameter by its new step. Options are those of ``new_optimizer``, which
+    may be of another class: then state is converted too.
 
     Args:
         old_state: an optimizer, its ``state_dict()``, or a file of either kind.
@@ -135,41 +137,40 @@ class _Matcher:
         def grown(moment: str) -> Any:
             def of(wanted: float) -> Numbers:
                 whole = source.moments[moment](wanted).whole()
-                return of_dense(grow(whole, shape, heads, seeded=moment == "exp_avg_sq"))
+                return of_dense(grow(whole, shape, heads))
 
             return of
 
-        return Source({moment: grown(moment) for moment in source.moments}, source.step, source.note, grown=True)
+        more = any(now > before for before, now in zip(*_divided(entry.shape, shape, heads), strict=True))
+        return Source({moment: grown(moment) for moment in source.moments}, source.step, source.note, grown=more)
 
 
-def grow(
-    old: Tensor, shape: tuple[int, ...], heads: tuple[int, int, int] | None = None, seeded: bool = False
-) -> Tensor:
-    """The leading corner of ``old`` in a tensor of ``shape``.
+def grow(old: Tensor, shape: tuple[int, ...], heads: tuple[int, int, int] | None = None) -> Tensor:
+    """The leading corner of ``old`` in a tensor of ``shape`` that is 0 elsewhere.
 
     Args:
         heads: dim, heads before and heads now, where a dim is divided into heads.
-        seeded: new elements get the mean of what stands before them along the dim that grew, instead of 0. Means over
-            rows and over columns of the kept part stay what they are.
 
     Raises:
         ValueError: a dim cannot be divided into so many heads.
     """
-    result, target = old, shape
-    if heads is not None:
-        dim, before, now = heads
-        if dim >= old.dim() or old.shape[dim] % before or shape[dim] % now:
-            raise ValueError(
-                f"dim {dim} of {tuple(old.shape)} and {shape} is not divided into {before} and {now} heads"
-            )
-        result = old.reshape(*old.shape[:dim], before, old.shape[dim] // before, *old.shape[dim + 1 :])
-        target = (*shape[:dim], now, shape[dim] // now, *shape[dim + 1 :])
-    for dim, size in enumerate(target):
-        result = result.narrow(dim, 0, min(size, result.shape[dim]))
-    for dim, size in enumerate(target):
-        more = size - result.shape[dim]
-        if more:
-            mean = result.mean(dim, keepdim=True) if seeded and result.numel() else result.new_zeros(())
-            new = mean.expand([more if d == dim else n for d, n in enumerate(result.shape)])
-            result = torch.cat([result, new], dim)
+    before, now = _divided(tuple(old.shape), shape, heads)
+    corner = tuple(slice(min(sizes)) for sizes in zip(before, now, strict=True))
+    result = old.new_zeros(now)
+    result[corner] = old.reshape(before)[corner]
     return result.reshape(shape)
+
+
+def _divided(
+    old: tuple[int, ...], new: tuple[int, ...], heads: tuple[int, int, int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Both shapes, with the dim of heads as two dims: heads, and what belongs to one."""
+    if heads is None:
+        return old, new
+    dim, before, now = heads
+    if not 0 <= dim < len(old) or min(before, now) < 1 or old[dim] % before or new[dim] % now:
+        raise ValueError(f"dim {dim} of {old} and {new} is not divided into {before} and {now} heads")
+    return (
+        (*old[:dim], before, old[dim] // before, *old[dim + 1 :]),
+        (*new[:dim], now, new[dim] // now, *new[dim + 1 :]),
+    )
