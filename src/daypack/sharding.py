@@ -192,6 +192,27 @@ def agree(params: Sequence[Tensor], error: ValueError | None) -> None:
     for groups in {groups_of(p): None for p in params if groups_of(p)}:
         device = next(p.device for p in params if groups_of(p) == groups)
         failed += int(add_up(groups, torch.tensor([error is not None], dtype=torch.float32, device=device)))
+    _refuse(error, failed)
+
+
+def agree_everywhere(params: Sequence[Tensor], error: ValueError | None) -> None:
+    """`agree` over all ranks there are, whatever they hold; nothing is asked where no parameter is a DTensor."""
+    _refuse(error, add_up_everywhere(params, error is not None))
+
+
+def add_up_everywhere(params: Sequence[Tensor], number: int) -> int:
+    """``number`` summed over all ranks; itself where no parameter is a DTensor."""
+    device = next((p.device for p in params if is_distributed(p)), None)
+    if device is None:
+        return number
+    import torch.distributed
+
+    total = torch.tensor([number], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(total)
+    return int(total)
+
+
+def _refuse(error: ValueError | None, failed: int) -> None:
     if error or failed:
         raise error or ValueError("another rank refused its part; its error says why. Nothing was changed")
 

@@ -221,6 +221,6 @@ def test_a_load_takes_the_state_and_one_parameter(tmp_path: Path) -> None:
     for line in lines:
         name, _, held, peak = line.split()
         one = int(held) / 24
-        slack = 2 * 2**20  # the file's header, allocator
+        slack = 6 * 2**20  # the file's header, the allocator's arenas
         assert int(peak) <= int(held) + one + slack, line
         assert int(peak) >= 0.5 * int(held), (name, line)  # less than held where the allocator had pages to spare

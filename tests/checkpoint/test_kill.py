@@ -31,6 +31,20 @@ def test_twenty_kills(tmp_path: Path) -> None:
     assert steps >= 5  # and writes came to their end as well
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_ended_at_every_act_of_replacing_whole_files_and_shards(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.crashing", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 100
+
+
 @pytest.mark.parametrize("name", ["gefen", "adamw"])
 def test_a_failed_write_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters(shapes=SHAPES)

@@ -29,10 +29,12 @@ def saved(tmp_path: Path) -> tuple[Path, daypack.Gefen, dict[str, torch.nn.Param
 def test_split_and_consolidate(saved: tuple[Path, daypack.Gefen, object], tmp_path: Path) -> None:
     path, _, _ = saved
     assert run(["split", str(path), "3", str(tmp_path / "parts")]) == 0
-    parts = sorted(map(str, (tmp_path / "parts").iterdir()))
+    parts = sorted(map(str, (tmp_path / "parts").glob("*-of-*")))
     assert len(parts) == 3
-    assert run(["consolidate", *parts, str(tmp_path / "again.safetensors")]) == 0
-    assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+    for given in (parts, [str(tmp_path / "parts" / path.name)], [*parts, str(tmp_path / "parts" / path.name)]):
+        assert run(["consolidate", *given, str(tmp_path / "again.safetensors")]) == 0
+        assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+        (tmp_path / "again.safetensors").unlink()
 
 
 def test_convert_a_training_checkpoint_and_go_on(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from daypack.checkpoint import header, values
 from daypack.checkpoint.header import RUN, Header, Part
 from daypack.checkpoint.snapshot import Snapshot, Stored
+from daypack.training.files import write_whole
 
 #: Names of dtypes in safetensors.
 _CODES = {
@@ -32,16 +33,67 @@ _CODES = {
 _REMEDY = "use another checkpoint"
 
 
-def shard_path(path: Path, index: int, count: int) -> Path:
-    """``state.safetensors`` as ``state-00001-of-00004.safetensors``; ``path`` itself where there is one shard."""
-    return path if count == 1 else path.with_name(f"{path.stem}-{index + 1:05}-of-{count:05}{path.suffix}")
+#: Names of shards have five digits.
+MOST_SHARDS = 99_999
+
+
+def shard_path(path: Path, index: int, count: int, slot: str = "") -> Path:
+    """``state.safetensors`` as ``state-00001-of-00004.safetensors``."""
+    return path.with_name(f"{path.stem}-{index + 1:05}-of-{count:05}{slot}{path.suffix}")
 
 
 def shards_of(path: Path) -> list[Path]:
-    """The shards beside the place of a whole file, in order; empty if there are none."""
-    pattern = re.compile(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix))
+    """The shards beside the place of a whole file, in order, whether its index lists them or not."""
+    return _beside(path, "", "")
+
+
+def _beside(path: Path, before: str, after: str) -> list[Path]:
+    pattern = re.compile(re.escape(before + path.stem) + r"-\d{5}-of-\d{5}b?" + re.escape(path.suffix + after))
     folder = path.parent
     return sorted(each for each in folder.iterdir() if pattern.fullmatch(each.name)) if folder.is_dir() else []
+
+
+def free_slot(path: Path, count: int) -> str:
+    """What the names of a new set of shards end in, so that none of them is a name of the set that ``path`` stands for.
+
+    A set is replaced by one act, the renaming of its index; until then the old one must stay whole.
+    """
+    try:
+        live = members(path) if path.is_file() else shards_of(path)
+    except ValueError:
+        live = shards_of(path)  # damaged: whatever can be put together from it by hand stays
+    return "b" if shard_path(path, 0, count) in live else ""
+
+
+def members(path: Path) -> list[Path]:
+    """The files with the tensors of a checkpoint: those that the index at ``path`` lists, or ``path`` itself.
+
+    Raises:
+        ValueError: damaged, or not such a file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        reader: Any = safe_open(str(path), framework="pt")
+        names = header.listed(reader.metadata())
+    except (SafetensorError, OSError, ValueError, *header.Malformed) as error:
+        raise _damaged(path, error) from None
+    return [path] if names is None else [path.with_name(name) for name in names]
+
+
+def commit(path: Path, shards: Sequence[Path]) -> None:
+    """Let ``path`` be the index of ``shards``, which are on the disk, and remove what it was before."""
+    from safetensors.torch import save_file
+
+    names = [shard.name for shard in shards]
+    write_whole(path, lambda temporary: save_file({}, str(temporary), header.index(names)))
+    sweep(path, shards)
+
+
+def sweep(path: Path, shards: Sequence[Path] = ()) -> None:
+    """Remove all shards beside ``path`` but these, and what a killed process left of some."""
+    for old in {*shards_of(path), *_beside(path, ".", ".tmp")} - {*shards}:
+        old.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------- writing
@@ -104,17 +156,20 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def read(path: Path) -> Snapshot:
-    """The state in a file, or in the shards of that name. Tensors are read when they are asked for.
+    """The state in a file, or in the shards that it lists. Tensors are read when they are asked for.
+
+    Shards without their index are read by their names.
 
     Raises:
         ValueError: missing, truncated, damaged, not such a file, or not all of its shards.
     """
-    shards = shards_of(path)
-    if path.is_file() and shards:
-        raise ValueError(f"both {path} and its shard {shards[0].name} exist; delete the ones that are out of date")
-    if not path.is_file() and not shards:
+    shards = members(path) if path.is_file() else shards_of(path)
+    if not shards:
         raise ValueError(f"no checkpoint at {path}; check the path")
-    return read_shards(shards or [path])
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise ValueError(f"{path} lists {missing[0]}, which is not beside it; give all shards of one checkpoint")
+    return read_shards(shards)
 
 
 def read_shards(paths: list[Path]) -> Snapshot:

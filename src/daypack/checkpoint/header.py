@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,28 +139,53 @@ def _shared(known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str], tensor
 
 
 def parse(metadata: Mapping[str, str] | None) -> Header:
-    """The header of a file, its structure checked.
+    """The header of a file with tensors, its structure checked.
 
     Raises:
         ValueError: not one of these files, of another version, or damaged.
         Malformed: what comes of reading a text with another structure.
     """
-    if not metadata or HEADER not in metadata:
-        raise ValueError("it is a safetensors file, but not of optimizer state that daypack saved")
-    text = metadata[HEADER]
-    if metadata.get(CHECKSUM) != checksum(text):
-        raise ValueError("the checksum of its header is wrong")
-    content = json.loads(text)
-    if content["format"] != FORMAT:
-        raise ValueError(f"its format is {content['format']!r:.60}, not {FORMAT!r}")
-    if content["version"] != VERSION:
-        raise ValueError(f"it has version {content['version']!r:.20}, this daypack reads {VERSION}; use a newer one")
+    content = _content(metadata)
+    if "shards" in content:
+        raise ValueError("it is the index of a set of shards, not one of them")
     common = {key: content[key] for key in ("optimizer", "named", "groups", "params", "split", "metadata")}
     index, count = content["shard"]
     if not 0 <= index < count:
         raise ValueError(f"it says that it is shard {index + 1} of {count}")
     rows = {name: (int(start), int(stop)) for name, (start, stop) in content["rows"].items()}
     return Header(common, index, count, rows, {str(name): str(crc) for name, crc in content["crc32"].items()})
+
+
+def listed(metadata: Mapping[str, str] | None) -> list[str] | None:
+    """The names of the shards that an index lists; None for a file with tensors of its own.
+
+    Raises:
+        ValueError, Malformed: as `parse`.
+    """
+    names = _content(metadata).get("shards")
+    if names is not None and not (isinstance(names, list) and names and all(Path(n).name == n for n in names)):
+        raise ValueError("it does not list its shards by their names")
+    return names
+
+
+def index(names: Sequence[str]) -> dict[str, str]:
+    """The metadata of an index of shards."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, "shards": list(names)}, separators=(",", ":"))
+    return {HEADER: text, CHECKSUM: checksum(text)}
+
+
+def _content(metadata: Mapping[str, str] | None) -> Mapping[str, Any]:
+    if not metadata or HEADER not in metadata:
+        raise ValueError("it is a safetensors file, but not of optimizer state that daypack saved")
+    text = metadata[HEADER]
+    if metadata.get(CHECKSUM) != checksum(text):
+        raise ValueError("the checksum of its header is wrong")
+    content: Mapping[str, Any] = json.loads(text)
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r:.60}, not {FORMAT!r}")
+    if content["version"] != VERSION:
+        raise ValueError(f"it has version {content['version']!r:.20}, this daypack reads {VERSION}; use a newer one")
+    return content
 
 
 def checksum(text: str) -> str:

@@ -34,7 +34,8 @@ def save_file(optimizer: Optimizer, path: str | os.PathLike[str], metadata: Mapp
     """Save the state of an optimizer as safetensors, whole or not at all; `docs/checkpoint-format.md` has the schema.
 
     ``path`` (its folder must exist) keeps its old content until all of the new one is on the disk. With sharded
-    parameters (DTensors) every rank calls this and writes ``path`` with ``-00001-of-00004`` or so before its ending.
+    parameters (DTensors) every rank calls this and writes its own file, ``path`` with ``-00001-of-00004`` or so before
+    its ending, and ``path`` becomes the index of these files when all of them are there.
 
     Args:
         optimizer: one of daypack's, or torch's Adam, AdamW or SGD.
@@ -53,15 +54,28 @@ def save_file(optimizer: Optimizer, path: str | os.PathLike[str], metadata: Mapp
         except ValueError as problem:
             error = problem
         except OSError as problem:
-            error = ValueError(f"cannot write {path}: {problem.strerror or problem}; check the folder and its space")
-        sharding.agree(params, error)  # no shard takes its name before all are there
+            error = _unwritten(path, problem)
+        sharding.agree_everywhere(params, error)  # no file takes its name before all are there
 
-    write_whole(files.shard_path(path, rank, world), write)
-    sharding.agree(params, None)
-    if rank == 0:
-        current = {files.shard_path(path, index, world) for index in range(world)}
-        for old in {path, *files.shards_of(path)} - current:
-            old.unlink(missing_ok=True)  # what this name held when it was saved on another number of ranks
+    if world == 1:
+        write_whole(path, write)
+        files.sweep(path)
+        return
+    second = sharding.add_up_everywhere(params, bool(rank == 0 and files.free_slot(path, world)))
+    shards = [files.shard_path(path, index, world, "b" if second else "") for index in range(world)]
+    write_whole(shards[rank], write)
+    sharding.agree_everywhere(params, None)
+    error = None
+    try:
+        if rank == 0:
+            files.commit(path, shards)
+    except OSError as problem:
+        error = _unwritten(path, problem)
+    sharding.agree_everywhere(params, error)
+
+
+def _unwritten(path: Path, problem: OSError) -> ValueError:
+    return ValueError(f"cannot write {path}: {problem.strerror or problem}; check the folder and its space")
 
 
 def load_file(optimizer: Optimizer, path: str | os.PathLike[str]) -> dict[str, str]:
@@ -87,7 +101,7 @@ def load_file(optimizer: Optimizer, path: str | os.PathLike[str]) -> dict[str, s
         error = problem
     except OSError as problem:
         error = ValueError(f"cannot read {path}: {problem.strerror or problem}; check its permissions")
-    sharding.agree(_params(optimizer), error)
+    sharding.agree_everywhere(_params(optimizer), error)
     assert snapshot is not None
     publish(snapshot, optimizer)
     return dict(snapshot.metadata)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,34 +16,59 @@ from daypack.training.files import write_whole
 def consolidate(shards: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
     """Write all shards of one checkpoint as one file, the one that a single process would have saved.
 
+    Args:
+        shards: all of them in any order, or their index.
+
     Raises:
         ValueError: a file is damaged, missing, or of another checkpoint.
     """
-    snapshot = files.read_shards([_existing(Path(path)) for path in shards])
+    given = [member for path in shards for member in files.members(_existing(Path(path)))]
+    snapshot = files.read_shards(list(dict.fromkeys(map(_existing, given))))
     write_whole(Path(out), lambda temporary: files.write(temporary, snapshot))
 
 
 def split(path: str | os.PathLike[str], count: int, folder: str | os.PathLike[str]) -> list[Path]:
     """Write a checkpoint as ``count`` shards, the ones that ``count`` ranks would have saved, into ``folder``.
 
-    Rows are divided as torch shards dim 0: evenly, rounded up; the last shards may have fewer rows or none.
+    Rows are divided as torch shards dim 0: evenly, rounded up; the last shards may have fewer rows or none. Their index
+    takes the name of ``path`` when all of them are there.
 
     Returns:
-        The files that were written.
+        The shards.
 
     Raises:
-        ValueError: ``path`` is damaged, or ``count`` below 1.
+        ValueError: ``path`` is damaged or in ``folder``, or ``count`` is below 1 or above the largest dim 0.
     """
+    path, folder = Path(path), Path(folder)
     if count < 1:
         raise ValueError(f"the number of shards must be at least 1, got {count}")
-    path, folder = Path(path), Path(folder)
-    snapshot = files.read(path)
+    snapshot, target = files.read(path), folder / path.name
+    rows = max((value.shape[0] for value in _divided(snapshot)), default=1)
+    if count > min(rows, files.MOST_SHARDS):
+        raise ValueError(
+            f"cannot split {path} into {count:,} shards: no parameter has more than {rows:,} rows, and shards beyond "
+            f"them would be empty; give at most {min(rows, files.MOST_SHARDS):,}"
+        )
+    if target.exists() and target.samefile(path):
+        raise ValueError(f"{folder} holds {path.name} itself, whose name the index of the shards takes; give another")
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for index in range(count):
-        written.append(files.shard_path(folder / path.name, index, count))
-        write_whole(written[-1], partial(files.write, snapshot=_part(snapshot, index, count), index=index, count=count))
+    slot = files.free_slot(target, count)
+    written = [files.shard_path(target, index, count, slot) for index in range(count)]
+    try:
+        for index, shard in enumerate(written):
+            write_whole(shard, partial(files.write, snapshot=_part(snapshot, index, count), index=index, count=count))
+    except BaseException:
+        for shard in written:
+            shard.unlink(missing_ok=True)
+        raise
+    files.commit(target, written)
     return written
+
+
+def _divided(snapshot: Snapshot) -> Iterator[Stored]:
+    """The tensors whose rows shards share."""
+    for param in snapshot.params.values():
+        yield from (value for value in param.state.values() if isinstance(value, Stored) and value.follows)
 
 
 def _part(snapshot: Snapshot, index: int, count: int) -> Snapshot:
