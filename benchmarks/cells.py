@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,13 @@ def show(values: list[float]) -> str:
     return f"{statistics.fmean(values):+.4f} ± {error:.4f}"
 
 
-def draw(name: str, panels: dict[str, dict[str, tuple[list[Any], list[Any]]]], what: str, smooth: int = 10) -> None:
+Curves = dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]
+
+
+def draw(name: str, panels: dict[str, Curves], what: str, until: Sequence[int | None] = (), smooth: int = 10) -> None:
     """Save docs/``name``: in each panel, by label, the gap of cells to base cells, paired by seed, mean and spread.
 
-    The spread is one standard error over seeds; curves are means over ``smooth`` steps.
+    The spread is one standard error over seeds; curves are means over ``smooth`` steps, up to step ``until``.
     """
     import matplotlib
 
@@ -100,9 +103,11 @@ def draw(name: str, panels: dict[str, dict[str, tuple[list[Any], list[Any]]]], w
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), sharey=True, squeeze=False)
-    for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
+    ends = [*until] or [None] * len(panels)
+    for axis, (title, curves), end in zip(axes[0], panels.items(), ends, strict=True):
         for label, (cells, base) in curves.items():
-            steps = range(1, len(cells[0]["loss"]) - smooth + 2, max(1, smooth // 5))
+            last = (end or len(cells[0]["loss"])) - smooth + 2
+            steps = range(1, last, max(1, last // 100))
             values = [gaps(cells, base, step, step + smooth - 1) for step in steps]
             middle = [statistics.fmean(each) for each in values]
             error = [statistics.stdev(each) / len(each) ** 0.5 for each in values]

@@ -2,6 +2,7 @@
 
     python benchmarks/resume.py run       # cells (optimizer x remedy x seed) that results/resume.jsonl lacks
     python benchmarks/resume.py report    # a table in Markdown
+    python benchmarks/resume.py plot      # docs/resume.png
 
 The state is dropped after 750 of 1,500 steps; all remedies of a seed go on from the same weights on the same batches.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from cells import CUT, RESULTS, SEEDS, gaps, half_trained, pick, proceed, read, run_cells, show
+from cells import CUT, RESULTS, SEEDS, draw, gaps, half_trained, pick, proceed, read, run_cells, show
 from daypack.checkpoint import Rewarm
 from daypack.training.loop import build_optimizer, thread_count
 
@@ -55,9 +56,26 @@ def report() -> None:
             print(f"| {optimizer} | {remedy} | {largest} | {' | '.join(show(gaps(mine, base, *w)) for w in WINDOWS)} |")
 
 
+def plot() -> None:
+    cells = read(PATH)
+    panels = {
+        optimizer: {
+            remedy: (
+                pick(cells, optimizer=optimizer, remedy=remedy),
+                pick(cells, optimizer=optimizer, remedy="state kept"),
+            )
+            for remedy in list(REMEDIES)[1:]
+        }
+        for optimizer in OPTIMIZERS
+    }
+    draw("resume.png", panels, "above the run with its state")
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["report"]:
         report()
+    elif sys.argv[1:] == ["plot"]:
+        plot()
     else:
         keys = [{"optimizer": o, "remedy": r, "seed": s} for s in SEEDS for o in OPTIMIZERS for r in REMEDIES]
         run_cells(PATH, keys, cell)

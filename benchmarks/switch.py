@@ -2,6 +2,7 @@
 
     python benchmarks/switch.py run       # cells (kind x seed) that results/switch.jsonl lacks
     python benchmarks/switch.py report    # a table in Markdown
+    python benchmarks/switch.py plot      # docs/switch.png
 
 All kinds of a seed go on from the same weights on the same batches; gaps are paired by seed.
 """
@@ -13,7 +14,7 @@ import sys
 from typing import Any
 
 import daypack
-from cells import CUT, RESULTS, SEEDS, STEPS, gaps, half_trained, pick, proceed, read, run_cells, show
+from cells import CUT, RESULTS, SEEDS, STEPS, draw, gaps, half_trained, pick, proceed, read, run_cells, show
 from daypack.training.loop import thread_count
 
 PATH = RESULTS / "switch.jsonl"
@@ -49,8 +50,17 @@ def report() -> None:
         print(f"| {kind} | {' | '.join(shown)} | {loss:.4f} |")
 
 
+def plot() -> None:
+    cells = read(PATH)
+    base = pick(cells, kind="adamw")
+    curves = {kind: (pick(cells, kind=kind), base) for kind in KINDS if kind != "adamw"}
+    draw("switch.png", {f"all of it (steps after {CUT})": curves, "the beginning": curves}, "above AdamW", (None, 60))
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["report"]:
         report()
+    elif sys.argv[1:] == ["plot"]:
+        plot()
     else:
         run_cells(PATH, [{"kind": kind, "seed": seed} for seed in SEEDS for kind in KINDS], cell)

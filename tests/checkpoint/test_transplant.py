@@ -251,5 +251,8 @@ def test_refusals_change_nothing() -> None:
     fresh = daypack.Gefen(parameters(shapes=NEW).items())
     with pytest.raises(ValueError, match="not divided"):
         daypack.transplant(optimizer, fresh, heads={"a.weight": (0, 7, 8)})
+    for wrong in ({"rename": {"b.wieght": "c"}}, {"heads": {"*.wieght": (0, 4, 8)}}):
+        with pytest.raises(ValueError, match=r"wieght' matches no parameter; names like it are .*weight"):
+            daypack.transplant(optimizer, fresh, **wrong)
     assert not fresh.state
     assert state_of(optimizer, params).keys() == OLD.keys()

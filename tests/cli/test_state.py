@@ -114,7 +114,22 @@ def test_transplant_into_the_users_own_model(tmp_path: Path, capsys: pytest.Capt
         (["consolidate", "missing.safetensors", "out.safetensors"], "no checkpoint at"),
         (["split", "missing.safetensors", "2", "parts"], "no checkpoint at"),
         (["split", "state.safetensors", "0", "parts"], "at least 1"),
+        (["split", "state.safetensors", "301", "parts"], "at most 300"),
+        (["split", "state.safetensors", "99999999999", "parts"], "at most 300"),
+        (["split", "state.safetensors", "2", "."], "give another"),
         (["convert", "missing.pt", "out.safetensors", "--to", "gefen"], "no checkpoint at"),
+        (["convert", "state.safetensors", "out.safetensors"], "--to"),
+        (["convert", "state.safetensors", "out.safetensors", "--to", "adamw", "--from", "adamw"], "Gefen saved it"),
+        (
+            ["convert", "state.safetensors", "out.safetensors", "--to", "adamw", "--from", "x"],
+            "state of x is not known",
+        ),
+        (
+            ["convert", "bare.pt", "out.safetensors", "--to", "adamw", "--from", "adamw"],
+            "AdamW keeps exp_avg, exp_avg_sq",
+        ),
+        (["convert", "bare.pt", "out.safetensors", "--to", "adamw", "--from", "sgd"], "SGD keeps momentum_buffer"),
+        (["convert", "bare.pt", "out.safetensors", "--to", "adamw", "--from", "adamw8bit"], "AdamW8bit keeps"),
         (["convert", "state.safetensors", "out.safetensors", "--to", "nothing"], "unknown optimizer 'nothing'"),
         (["convert", "state.safetensors", "state.safetensors", "--to", "adamw"], "exists"),
         (["convert", "state.safetensors", "no/out.safetensors", "--to", "adamw"], "not a folder"),
@@ -128,12 +143,21 @@ def test_transplant_into_the_users_own_model(tmp_path: Path, capsys: pytest.Capt
         (["transplant", "state.safetensors", "nowhere:model", "out.safetensors"], "cannot get the model"),
         (["transplant", "state.safetensors", "os:getcwd", "out.safetensors"], "not a torch.nn.Module"),
         (["transplant", "state.safetensors", "tiny", "out.safetensors", "--heads", "a=1"], "--heads"),
+        (
+            ["transplant", "state.safetensors", "tiny", "out.safetensors", "--heads", "*.quary.weight=0:4:8"],
+            "no parameter",
+        ),
+        (["transplant", "state.safetensors", "tiny", "out.safetensors", "--rename", "vektor=v"], "like it are vector"),
+        (["transplant", "missing.pt", "tiny", "state.safetensors", "--to", "gefn"], "unknown optimizer 'gefn'"),
+        (["transplant", "missing.pt", "tiny", "state.safetensors", "--heads", "a=1"], "--heads"),
+        (["transplant", "missing.pt", "tin", "state.safetensors"], "unknown model"),
+        (["transplant", "missing.pt", "tiny", "state.safetensors"], "exists"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
     arguments: list[str],
     word: str,
-    saved: tuple[Path, object, object],
+    saved: tuple[Path, daypack.Gefen, object],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -141,12 +165,19 @@ def test_bad_input_is_one_line_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     Path("junk.pt").write_bytes(b"PK\x03\x04 this is no checkpoint")
     torch.save({"state": {}, "param_groups": [Path("a pickled object")]}, "code.pt")
+    torch.save(saved[1].state_dict(), "bare.pt")
     files = sorted(tmp_path.rglob("*"))
     assert run(arguments) == 2
     error = capsys.readouterr().err
     assert word in error
     assert error.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_what_is_required_is_shown_as_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["convert", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "convert --to NAME [OPTIONS]" in shown, shown
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

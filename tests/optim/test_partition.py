@@ -346,3 +346,20 @@ def test_rules_are_read_as_documented():
     assert form_of("column", (3, 5), "").axis == "col"
     assert form_of("tensor", (7, 5), "").segments == ((7, 7),)
     assert form_of("dense", (7, 5), "") is form_of("row", (0, 5), "") is None
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_names_like_it():
+    params = shaped(blocks__router__weight=(8, 6), head__weight=(8, 6))
+    with pytest.raises(
+        ValueError, match=r"'\*\.ruoter\.weight' matches no parameter; names like it are blocks\.router\."
+    ):
+        daypack.AdamMini(params, partition=[("head.*", "tensor"), ("*.ruoter.weight", "dense")])
+    with pytest.raises(ValueError, match="matches no parameter"):
+        daypack.AdamMini([{"params": params, "partition": [("heads.*", "tensor")]}])
+    with pytest.raises(ValueError, match="matches no parameter"):
+        daypack.AdamMini([p for _, p in params], partition=[("head.*", "tensor")])
+    # A pattern may be for one group of several; wrappers' prefixes do not count; a rebuilt optimizer is accepted.
+    groups = [{"params": params[:1]}, {"params": [(f"module.{name}", p) for name, p in params[1:]]}]
+    optimizer = daypack.AdamMini(groups, partition=[("head.*", "tensor")])
+    again = type(optimizer)(optimizer.param_groups, **optimizer.defaults)
+    assert rules(again) == rules(optimizer)

@@ -131,7 +131,32 @@ def of_state_dict(packed: Mapping[str, Any], cls_name: str | None, shapes: Shape
     if cls_name == "SGD":  # bitsandbytes has momentum and dampening under the name betas
         groups = [(_momentum(options), names) for options, names in groups]
     renamed = {name: _renamed(entry, cls_name) for name, entry in params.items()}
-    return Snapshot(cls_name, tuple(groups), renamed, named)
+    result = Snapshot(cls_name, tuple(groups), renamed, named)
+    _check_kind(result)
+    return result
+
+
+def _check_kind(found: Snapshot) -> None:
+    """Refuse state that is not what its class keeps.
+
+    Raises:
+        ValueError: naming the parameter, what it has and what it should have.
+    """
+    plain = PLAIN.get(found.optimizer)
+    needed = {moment.key for moment in plain.moments.values()} if plain else set()
+    optimizer = None if plain else _empty(found.optimizer)
+    for options, names in found.groups:
+        for name in names:
+            entry = found.params[name]
+            if not entry.state:
+                continue
+            if optimizer is not None:
+                needed = _shapes_of(optimizer, options, entry, name).keys() - {"step"}
+            if not needed <= entry.state.keys() <= needed | {"step", "max_exp_avg_sq"}:
+                raise ValueError(
+                    f"the state of parameter {name} has {', '.join(sorted(entry.state))}; {found.optimizer} keeps "
+                    f"{', '.join(sorted(needed))}; name the optimizer that saved it, or leave that to be found out"
+                )
 
 
 def _momentum(options: dict[str, Any]) -> dict[str, Any]:
@@ -277,12 +302,26 @@ def _fits(optimizer: CompressedOptimizer | Optimizer, options: Mapping[str, Any]
     if not options.keys() >= optimizer.defaults.keys() - {"bits"}:
         return False
     try:
-        plan = optimizer.plan(torch.Size(entry.shape), entry.dtype, dict(options), name)
+        needed = _shapes_of(optimizer, options, entry, name)
     except (ValueError, KeyError):
         return False
-    specs = {key: spec.shape for key, spec in specs_of(torch.empty(entry.shape, device="meta"), plan).items()}
-    shapes = {k: tuple(v.shape) if isinstance(v, (Stored, Tensor)) else () for k, v in entry.state.items()}
-    return options.get("rule", plan.rule.name) == plan.rule.name and {"step": (), **specs} == shapes
+    return needed == {k: tuple(v.shape) if isinstance(v, (Stored, Tensor)) else () for k, v in entry.state.items()}
+
+
+def _shapes_of(
+    optimizer: Optimizer, options: Mapping[str, Any], entry: ParamState, name: str
+) -> dict[str, tuple[int, ...]]:
+    """What one of ours keeps of a parameter, by key.
+
+    Raises:
+        ValueError: the group's options are not this optimizer's.
+    """
+    assert isinstance(optimizer, CompressedOptimizer)
+    plan = optimizer.plan(torch.Size(entry.shape), entry.dtype, {**optimizer.defaults, **options}, name)
+    if options.get("rule", plan.rule.name) != plan.rule.name:
+        raise ValueError(f"the group of parameter {name} was updated by {options['rule']}, not by {plan.rule.name}")
+    specs = specs_of(torch.empty(entry.shape, device="meta"), plan)
+    return {"step": (), **{key: spec.shape for key, spec in specs.items()}}
 
 
 # -------------------------------------------------------------------- files
@@ -292,11 +331,14 @@ def read(path: Path, cls_name: str | None = None) -> Snapshot:
     """State in any file that is known: our safetensors (or their shards), what ``torch.save`` made of an optimizer's
     ``state_dict()``, or a checkpoint of ``daypack train``. Nothing in it is run.
 
+    Args:
+        cls_name: who saved it, for a ``state_dict()`` that leaves it open: a registered name or a family.
+
     Raises:
-        ValueError: missing, damaged, or none of these.
+        ValueError: missing, damaged, none of these, or not of ``cls_name``.
     """
     if not path.is_file() or _is_safetensors(path):
-        return files.read(path)
+        return _confirmed(files.read(path), cls_name, path)
     from daypack.training.checkpoint import FORMAT, load_checkpoint
 
     content = _torch_load(path)
@@ -306,7 +348,7 @@ def read(path: Path, cls_name: str | None = None) -> Snapshot:
             raise ValueError(f"{path} holds no optimizer state")
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in checkpoint.model.items()}
         cls = REGISTRY[checkpoint.config.optimizer].__name__
-        return of_state_dict(checkpoint.optimizer, cls, shapes, named=True)
+        return _confirmed(of_state_dict(checkpoint.optimizer, cls, shapes, named=True), cls_name, path)
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if isinstance(content, dict) and "param_groups" not in content and isinstance(content.get(key), dict):
             content = content[key]
@@ -318,6 +360,13 @@ def read(path: Path, cls_name: str | None = None) -> Snapshot:
         raise ValueError(
             f"{path} is not a state_dict as optimizers save it ({type(error).__name__}: {error})"
         ) from None
+
+
+def _confirmed(found: Snapshot, name: str | None, path: Path) -> Snapshot:
+    """``found``, which says itself what it is of, if ``name`` says so as well or nothing."""
+    if name is not None and _class(name) != found.optimizer:
+        raise ValueError(f"{path} says that {found.optimizer} saved it, not {name}; leave --from out")
+    return found
 
 
 def _class(name: str) -> str:

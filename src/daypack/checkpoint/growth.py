@@ -19,6 +19,7 @@ from daypack.checkpoint.conversion import Source, Sources, fill
 from daypack.checkpoint.moments import Numbers, of_dense
 from daypack.checkpoint.report import Report
 from daypack.checkpoint.snapshot import Snapshot, names_of
+from daypack.optim.options import check_patterns, unmatched
 
 #: Pattern of names -> (dim, heads before, heads now): that dim is ``heads * head_dim``.
 Heads = Mapping[str, tuple[int, int, int]]
@@ -52,7 +53,8 @@ def transplant(
             ``{"*.q_proj.weight": (0, 4, 8)}``: the corner is then taken of heads and of each head.
 
     Raises:
-        ValueError: no names, ``new_optimizer`` has state, or unknown state. ``new_optimizer`` is unchanged then.
+        ValueError: no names, a pattern that matches none, ``new_optimizer`` has state, or unknown state.
+            ``new_optimizer`` is unchanged then.
     """
     old, (names, named) = _snapshot(old_state), names_of(new_optimizer)
     if not (old.named and named):
@@ -64,6 +66,7 @@ def transplant(
     if new_optimizer.state:
         raise ValueError("the new optimizer has state already; transplant into a fresh one")
     place = _places(old, rename or {})
+    check_patterns(heads or {}, (name for members in names for name in members), "the pattern of heads")
     matcher = _Matcher(Sources(old), place, heads or {})
     try:
         report = fill(new_optimizer, old, matcher.find)
@@ -91,8 +94,12 @@ def _places(old: Snapshot, rename: Mapping[str, str]) -> dict[str, str]:
     """The old name for each name that an old parameter has now.
 
     Raises:
-        ValueError: two old parameters get one name, or a pattern has more stars on the right than on the left.
+        ValueError: two old parameters get one name, a pattern matches none, or has more stars on the right than on the
+            left.
     """
+    for pattern in rename:
+        if not any(_matched(pattern, name) for name in old.params):
+            raise unmatched(pattern, old.params, "the pattern of rename")
     result: dict[str, str] = {}
     for name in old.params:
         now = renamed(name, rename)
@@ -107,11 +114,15 @@ def renamed(name: str, rename: Mapping[str, str]) -> str:
     for pattern, now in rename.items():
         if now.count("*") > pattern.count("*"):
             raise ValueError(f"rename {pattern!r} to {now!r}: the right side has more stars than the left")
-        found = re.fullmatch("(.*?)".join(map(re.escape, pattern.split("*"))), name)
+        found = _matched(pattern, name)
         if found:
             texts = iter(found.groups())
             return re.sub(r"\*", lambda _, texts=texts: next(texts), now)  # type: ignore[misc]
     return name
+
+
+def _matched(pattern: str, name: str) -> re.Match[str] | None:
+    return re.fullmatch("(.*?)".join(map(re.escape, pattern.split("*"))), name)
 
 
 @dataclass(frozen=True)

@@ -211,5 +211,5 @@ def train(
     return train_command.run(given, out=out, name=name, resumed=resume, checkpoint_every=checkpoint_every)
 
 
-for command in state_commands.COMMANDS:
-    app.command()(command)
+for command, usage in state_commands.COMMANDS.items():
+    app.command(options_metavar=usage)(command)

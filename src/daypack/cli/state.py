@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,19 +37,21 @@ Table = Annotated[bool, typer.Option("--table", help="Show every parameter, not 
 def consolidate(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="SHARDS... OUT", help="All shards of one checkpoint, then the file to write."),
+        typer.Argument(
+            metavar="SHARDS... OUT", help="All shards of one checkpoint, or their index; then the file to write."
+        ),
     ],
 ) -> None:
     """Put the shards that ranks saved together into one file, the one that a single process would have saved.
 
-    Takes the memory of one tensor, and no process group.
+    Takes the memory of one tensor, and no process group. The index is the file that has the name given at saving.
 
-    Example: daypack consolidate state-0000?-of-00004.safetensors state.safetensors
+    Example: daypack consolidate shards/state.safetensors whole.safetensors
     """
     *shards, out = files
     if not shards:
         raise ValueError(
-            "give the shards and then the file to write, as in: daypack consolidate state-*-of-* state.safetensors"
+            "give the shards or their index, then the file to write: daypack consolidate state-*-of-* whole.safetensors"
         )
     _require_new(out)
     join_shards(shards, out)
@@ -61,11 +63,13 @@ def split(
     count: Annotated[int, typer.Argument(metavar="N", help="Number of shards.")],
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Folder for the shards.")],
 ) -> None:
-    """Divide a file into the shards that N ranks would have saved. `daypack consolidate` is the inverse, bit for bit.
+    """Divide a file into the shards that N ranks would have saved, and an index of them under the file's name.
+
+    `daypack consolidate` is the inverse, bit for bit. N is at most the rows of the parameter with the most.
 
     Example: daypack split state.safetensors 4 shards
     """
-    for path in split_file(file, count, out):
+    for path in (*split_file(file, count, out), out / file.name):
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 
@@ -90,8 +94,9 @@ def convert(
 
     Example: daypack convert runs/adamw/checkpoint.pt gefen.safetensors --to gefen
     """
+    options, to = _options(option), _known(to)
     _require_new(out)
-    new, report = conversion.convert_snapshot(foreign.read(checkpoint, source), to, **_options(option))
+    new, report = conversion.convert_snapshot(foreign.read(checkpoint, source), to, **options)
     save_file(new, out)
     _show(report, table, out)
 
@@ -134,16 +139,25 @@ def transplant(
 
     Example: daypack transplant runs/adamw/checkpoint.pt tiny,mlp_hidden=264 wider.safetensors
     """
+    changed = {pattern: _heads(value) for pattern, value in _pairs(heads, "--heads")}
+    renames, options = dict(_pairs(rename, "--rename")), _options(option)
+    to = to and _known(to)
+    module = _model(model)
     _require_new(out)
     old = foreign.read(checkpoint, source)
-    changed = {pattern: _heads(value) for pattern, value in _pairs(heads, "--heads")}
-    new = _over(old, _model(model), to or _name(old.optimizer), dict(_pairs(rename, "--rename")), _options(option))
-    report = growth.transplant(old, new, dict(_pairs(rename, "--rename")), changed)
+    new = _over(old, module, to or _name(old.optimizer), renames, options)
+    report = growth.transplant(old, new, renames, changed)
     save_file(new, out)
     _show(report, table, out)
 
 
-COMMANDS = (consolidate, split, convert, transplant)
+#: Each command, and what its usage shows for options: a required one by name.
+COMMANDS: dict[Callable[..., None], str] = {
+    consolidate: "[OPTIONS]",
+    split: "[OPTIONS]",
+    convert: "--to NAME [OPTIONS]",
+    transplant: "[OPTIONS]",
+}
 
 
 def _require_new(out: Path) -> None:
@@ -182,6 +196,12 @@ def _heads(text: str) -> tuple[int, int, int]:
     except ValueError:
         raise ValueError(f"cannot read --heads ...={text!r}; give dim:before:now, as 0:4:8") from None
     return dim, before, now
+
+
+def _known(name: str) -> str:
+    if name not in REGISTRY:
+        raise ValueError(f"unknown optimizer {name!r} for --to; choose one of {', '.join(REGISTRY)}")
+    return name
 
 
 def _name(cls_name: str) -> str:

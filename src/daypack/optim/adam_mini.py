@@ -18,7 +18,15 @@ from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.line_mean import group_count
 from daypack.optim.base import CompressedOptimizer
-from daypack.optim.options import Group, arguments, check_adamw, check_choice, check_positive
+from daypack.optim.options import (
+    Group,
+    arguments,
+    check_adamw,
+    check_choice,
+    check_patterns,
+    check_positive,
+    plain_name,
+)
 from daypack.optim.partition import Attention, Choice, Partition, check_partition, choose, form_of, of_model
 from daypack.rules import ADAMW
 from daypack.update import ParamPlan
@@ -96,6 +104,7 @@ class AdamMini(CompressedOptimizer):
         partition = _complete(params, partition, Attention(num_heads, head_dim, value))
         params = params.named_parameters() if isinstance(params, nn.Module) else params
         super().__init__(params, arguments(locals()))
+        self._check_patterns()
         self._say_what_is_guessed()
 
     def check_options(self, group: Group, where: str) -> None:
@@ -128,6 +137,11 @@ class AdamMini(CompressedOptimizer):
             blocks = view.matrices * group_count(form.segments) if form else p.numel()
             entries.append(ParamPartition(name, tuple(p.shape), choice.rule, blocks, choice.why))
         return PartitionReport(tuple(entries))
+
+    def _check_patterns(self) -> None:
+        """Patterns of the user's own (what a model says has a reason with it) must match something."""
+        given = [entry[0] for group in self.param_groups for entry in group["partition"] if len(entry) == 2]
+        check_patterns(given, [plain_name(name) for _, name, _ in self._params()], "the pattern of partition")
 
     def _say_what_is_guessed(self) -> None:
         guessed = [name for group, name, p in self._params() if self._choice(p.shape, group, name).guessed]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -144,6 +146,21 @@ def param_name(group: Group, group_index: int, index: int) -> str:
 def plain_name(name: str) -> str:
     """A name without what wrappers (DDP, torch.compile, FSDP) put into it."""
     return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
+
+
+def unmatched(pattern: str, names: Iterable[str], what: str) -> ValueError:
+    """The error of a pattern that matches no name, with the names that are most like it."""
+    every = list(names)
+    near = get_close_matches(pattern, every, 3, 0.3) or every[:3]
+    return ValueError(f"{what} {pattern!r} matches no parameter; names like it are {', '.join(near) or 'none'}")
+
+
+def check_patterns(patterns: Iterable[str], names: Iterable[str], what: str) -> None:
+    """Refuse a pattern, as in `fnmatch`, that matches none of ``names``."""
+    every = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in every):
+            raise unmatched(pattern, every, what)
 
 
 def _get(group: Group, option: str, where: str) -> Any:
