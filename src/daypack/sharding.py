@@ -32,8 +32,12 @@ def is_flat_partition(tensor: Tensor) -> bool:
 
     They mark it, or hand over a vector that is not an `nn.Parameter`.
     """
-    marked = getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False)
-    return tensor.ndim == 1 and bool(marked or not isinstance(tensor, Parameter))
+    return tensor.ndim == 1 and (is_fsdp1_piece(tensor) or not isinstance(tensor, Parameter))
+
+
+def is_fsdp1_piece(tensor: Tensor) -> bool:
+    """Whether FullyShardedDataParallel, which saves only state that is shaped like it, has made ``tensor``."""
+    return bool(getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False))
 
 
 def any_distributed(tensors: Iterable[Any]) -> bool:

@@ -15,34 +15,39 @@ from ..conformance.scene import parameters, train
 SHAPES = {f"layer.{i}": (256, 512) for i in range(4)} | {"bias": (300,)}
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="forks")
-def test_twenty_kills(tmp_path: Path) -> None:
+def _run(module: str, folder: Path, timeout: float) -> list[int]:
+    """The numbers that a script printed."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.killing", str(tmp_path)],
+        [sys.executable, "-m", f"tests.checkpoint.{module}", str(folder)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,
+        timeout=timeout,
     )
     assert result.returncode == 0, result.stderr
-    kills, partial, steps = map(int, result.stdout.split())
+    return list(map(int, result.stdout.split()))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_twenty_kills(tmp_path: Path) -> None:
+    kills, partial, steps = _run("killing", tmp_path, 300)
     assert kills == 20
     assert partial >= 5  # in the middle of a write
     assert steps >= 5  # and writes came to their end as well
 
 
+def test_two_ranks_killed_while_they_write(tmp_path: Path) -> None:
+    kills, partial, steps = _run("killing_ranks", tmp_path, 300)
+    assert kills == 4
+    assert partial >= 1  # in the middle of a write
+    assert steps >= 2
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_ended_at_every_act_of_replacing_whole_files_and_shards(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.crashing", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 100
+    (ended,) = _run("crashing", tmp_path, 120)
+    assert ended > 100
 
 
 @pytest.mark.parametrize("name", ["gefen", "adamw"])

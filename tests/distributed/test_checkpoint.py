@@ -130,6 +130,97 @@ def test_any_number_of_ranks_continues_what_any_other_saved(optimizer: str, tmp_
     run(2, visit, options, str(tmp_path), {3: saved[3]})
 
 
+#: Every other way to store state. Pieces of Adam-mini's lines, of LAMB's norms and of Adafactor's means travel too.
+OTHERS: list[dict[str, Any]] = [
+    {"name": "adamw8bit", "min_8bit_size": 1},
+    {"name": "adam8bit", "map": "learned", "min_8bit_size": 1},
+    {"name": "sgd8bit", "momentum": 0.9, "min_8bit_size": 1},
+    {"name": "lion8bit", "min_8bit_size": 1},
+    {"name": "adam_mini", "bits": 8, "partition": [["seven.weight", "row:1"], ["experts", "tensor"]]},
+    {"name": "adafactor", "beta1": 0.9, "bits": 8},
+    {"name": "lamb", "bits": 8, "second_moment": "factored"},
+    {"name": "gefen", "placement": "paged"},
+]
+
+
+def save_others(folder: str) -> list[Any]:
+    return [save(options, True, f"{folder}/{i}", False) for i, options in enumerate(OTHERS)]
+
+
+def load_others(folder: str, saved: list[Any]) -> None:
+    for i, options in enumerate(OTHERS):
+        load(options, dist.get_world_size() > 1, f"{folder}/{i}", False, saved[i], probe=bool(i % 2))
+
+
+def test_every_format_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
+    saved = run(2, save_others, str(tmp_path))
+    # What is whole on every rank is the same on every rank.
+    for (first, _), (second, _) in zip(*saved, strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(value, second[key]) for key, value in first.items())
+    for world in (1, 2, 3):
+        run(world, load_others, str(tmp_path), saved[0])
+
+
+def grouped(reverse: bool) -> tuple[Net, torch.optim.Optimizer, Any]:
+    """Matrices and vectors apart, as they are decayed, not in the order of the modules; a group that is all frozen."""
+    net = Net()
+    net.unused.requires_grad_(False)
+    fully_shard(net.seven)
+    fully_shard(net)
+    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    groups = [[(n, p) for n, p in named if p.dim() > 1], [(n, p) for n, p in named if p.dim() <= 1]]
+    frozen = [(n, p) for n, p in net.named_parameters() if not p.requires_grad]
+    decays = (0.1, 0.0)
+    optimizer = daypack.Gefen(
+        [
+            *({"params": g[::-1] if reverse else g, "weight_decay": d} for g, d in zip(groups, decays, strict=True)),
+            {"params": frozen, "lr": 5.0},
+        ],
+        lr=1e-2,
+    )
+    return net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def groups_travel(folder: str) -> None:
+    net, optimizer, scheduler = grouped(False)
+    # Launchers read the state and put it back before the first step.
+    empty = optimizer.state_dict()
+    assert empty["state"] == {}
+    optimizer.load_state_dict(copy.deepcopy(empty))
+    assert not optimizer.state
+    for step in range(3):
+        steps(net, optimizer, step, step + 1)
+        scheduler.step()
+    state = get_optimizer_state_dict(net, optimizer)
+    dcp.save({"model": net.state_dict(), "optimizer": state}, checkpoint_id=folder)
+    again, other, resumed = grouped(True)
+    state, model = get_optimizer_state_dict(again, other), again.state_dict()
+    kinds = {
+        (p, key): (type(v), getattr(v, "placements", None)) for p, s in other.state.items() for key, v in s.items()
+    }
+    dcp.load({"model": model, "optimizer": state}, checkpoint_id=folder)
+    again.load_state_dict(model)
+    set_optimizer_state_dict(again, other, state)
+    for p, entry in other.state.items():
+        for key, value in entry.items():
+            assert kinds[p, key] == (type(value), getattr(value, "placements", None)), key
+    for mine, theirs, rate in zip(optimizer.param_groups, other.param_groups, (1e-2, 1e-2, 5.0), strict=True):
+        assert theirs["initial_lr"] == rate
+        assert theirs["lr"] == mine["lr"] == rate / 8
+        assert theirs["weight_decay"] == mine["weight_decay"]
+    resumed.load_state_dict(scheduler.state_dict())
+    for step in (3, 4):
+        for each, of, schedule in ((net, optimizer, scheduler), (again, other, resumed)):
+            steps(each, of, step, step + 1)
+            schedule.step()
+        compare(again, other, content(dict(net.named_parameters()), optimizer))
+
+
+def test_groups_schedules_and_frozen_parameters_travel(tmp_path: Path) -> None:
+    run(2, groups_travel, str(tmp_path))
+
+
 def asynchronous(folder: str) -> None:
     """What async_save writes is the moment of the call, though training goes on."""
     net, optimizer = make(True, OPTIMIZERS["gefen"])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
 import daypack
@@ -142,6 +142,33 @@ def test_native_kernels_equal_one_process(world: int) -> None:
 def test_hybrid_shards_equal_one_process() -> None:
     """Two replicas of two shards."""
     run(4, equal_to_one_process, VARIANTS[0], torch.float32, "hybrid")
+
+
+def placed_otherwise() -> None:
+    """Gradients that are whole on every rank, or still to be added up, step as those that lie as the parameter does."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    results = []
+    for kind in ("as the parameter", "whole", "to be added up"):
+        params = sharded(parameters(), mesh())
+        optimizer = create(params, "gefen")
+        for step in range(3):
+            set_gradients(params, step)
+            for p in params.values():
+                full = whole(p.grad)
+                if kind == "whole":
+                    p.grad = DTensor.from_local(full, p.device_mesh, [Replicate()], run_check=False)
+                elif kind == "to be added up":
+                    part = full if rank == world - 1 else torch.zeros_like(full)
+                    p.grad = DTensor.from_local(part, p.device_mesh, [Partial()], run_check=False)
+            optimizer.step()
+        results.append(content(params, optimizer))
+    for other in results[1:]:
+        for key, value in results[0].items():
+            assert torch.equal(other[key], value), key
+
+
+def test_gradients_may_be_placed_otherwise() -> None:
+    run(2, placed_otherwise)
 
 
 def refusals() -> None:

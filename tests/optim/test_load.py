@@ -77,3 +77,20 @@ def test_a_coupled_group_without_decay_is_the_same_optimizer():
     optimizer, params = trained(seed=1)
     optimizer.load_state_dict(saved)
     assert optimizer.state[params[2]]["step"] == 3
+
+
+@pytest.mark.parametrize("name", ["gefen", "adamw8bit", "adam_mini", "adafactor", "lamb", "galore"])
+def test_state_saved_on_another_device_goes_where_the_parameters_are(name):
+    """Codebooks too; single numbers, such as the count of steps, stay on the CPU, where Python reads them."""
+    params = [torch.nn.Parameter(torch.randn(64, 300))]
+    options = {"rank": 4} if name == "galore" else {}
+    optimizer = daypack.create(name, params, lr=1e-2, **options)
+    params[0].grad = torch.randn_like(params[0])
+    optimizer.step()
+    other = daypack.create(name, [torch.nn.Parameter(params[0].detach().to("meta"))], lr=1e-2, **options)
+    other.load_state_dict(optimizer.state_dict())
+    (state,) = other.state.values()
+    assert len(state) > 1
+    assert {key: value.device.type for key, value in state.items()} == {
+        key: "meta" if value.dim() else "cpu" for key, value in optimizer.state[params[0]].items()
+    }

@@ -41,8 +41,8 @@ class ComponentSpec:
         return prod(self.shape) * self.dtype.itemsize
 
     def device(self, param: torch.device) -> torch.device:
-        """Where the tensor of a parameter on device ``param`` lives: whole numbers, which Python reads, on the CPU."""
-        return torch.device("cpu") if self.shape == () and not self.dtype.is_floating_point else param
+        """Where the tensor of a parameter on device ``param`` lives: single numbers, which Python reads, on the CPU."""
+        return torch.device("cpu") if self.shape == () else param
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from daypack import sharding
 from daypack.formats.base import StateFormat, geometry, smallest
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
@@ -39,10 +40,10 @@ class EightBit(CompressedOptimizer):
     """What the 8-bit optimizers share.
 
     A parameter of at least ``min_8bit_size`` elements, counted on its global shape, keeps its moments as 8-bit codes
-    with a scale (the absmax, fp32) for each ``block_size`` elements of a row; a vector is one row. In fp32 stay smaller
-    parameters, parameters of a group with ``bits=32``, embeddings (a group marked ``embedding=True``, as
-    `daypack.param_groups` marks them), and matrices of rows so short that codes and scales would take more. For fp64
-    parameters scales and dense moments are fp64.
+    with a scale (the absmax, fp32) for each ``block_size`` elements of a row. In fp32 stay smaller parameters, vectors
+    (but not the flat partitions of ZeRO), parameters of a group with ``bits=32``, embeddings (a group marked
+    ``embedding=True``, as `daypack.param_groups` marks them), and matrices of rows so short that codes and scales would
+    take more. For fp64 parameters scales and dense moments are fp64.
 
     The update reads the fresh moments in fp32; they are rounded, to the nearest level, only to be stored. A second
     moment that is not 0 is never stored as 0, and 0 is a level of every map.
@@ -72,10 +73,26 @@ class EightBit(CompressedOptimizer):
         check_positive(group, "min_8bit_size", where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Codes for both moments where the parameter is large enough and they take fewer bytes, else fp32."""
-        wide = group["bits"] == 32 or bool(group.get("embedding")) or prod(shape) < group["min_8bit_size"]
+        """Codes for both moments where the parameter is large enough and they take fewer bytes, else fp32.
+
+        Vectors stay in fp32: their shards, cut anywhere, would cut blocks.
+        """
+        wide = len(shape) < 2 or bool(group.get("embedding"))
+        return self._coded(shape, dtype, {**group, "bits": 32} if wide else group)
+
+    def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
+        """Flat blocks of the piece, which is never cut."""
+        return self._coded(shape, dtype, group)
+
+    def _coded(self, shape: torch.Size, dtype: torch.dtype, group: Group) -> ParamPlan:
+        wide = group["bits"] == 32 or prod(shape) < group["min_8bit_size"]
         codebooks = () if wide else CODEBOOKS[group["map"]]
         return _plan(self.rule, self.second_moment, tuple(shape), dtype, codebooks, group["block_size"])
+
+    def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
+        if not sharding.is_fsdp1_piece(param):
+            return None
+        return "keeps fp32 moments of flat pieces of FSDP1, which saves only such; fully_shard (FSDP2) saves 8 bits too"
 
 
 @lru_cache(maxsize=4096)

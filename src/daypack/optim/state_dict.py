@@ -96,6 +96,8 @@ def _match(group: Group, live: Group, index: int) -> None:
             f"params of parameter group {index} of the state_dict must be distinct, got {group['params']!r}"
         )
     saved, current = group.get("param_names"), live.get("param_names")
+    if saved is not None and all(isinstance(key, str) for key in group["params"]):
+        saved = group["params"]  # torch.distributed.checkpoint orders these as the live group, and not the names
     if saved is not None and current is not None:
         keys = {plain_name(name): key for name, key in zip(saved, group["params"], strict=True)}
         wanted = [plain_name(name) for name in current]
@@ -134,12 +136,17 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
     for option in _LIVE & optimizer.defaults.keys():
         group[option] = live[option]
     for option in optimizer.structural:
-        if group[option] != live[option]:
+        if _frozen(group[option]) != _frozen(live[option]):
             warnings.warn(
                 f"parameter group {index}: {option}={group[option]!r} comes with the loaded state and replaces "
                 f"{live[option]!r}, because the state is stored that way",
                 stacklevel=4,
             )
+
+
+def _frozen(value: Any) -> Any:
+    """``value`` with tuples for lists, which a gathered state dict has in their place."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
