@@ -246,3 +246,30 @@ def test_the_optimizer_of_a_bare_state_dict_is_found() -> None:
         assert found.params["matrix"].shape == (24, 520)
         new, _ = convert_snapshot(found, case.spec.name, **case.options)
         assert_same(next(iter(new.state.values())), optimizer.state[params["matrix"]], str(case))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("name", ["adamw", "gefen"])
+def test_state_as_distributed_checkpoints_name_it(name: str, flat: bool, tmp_path: Path) -> None:
+    """Names for keys, nested or flattened, as torch's getter returns them; groups in another order than the modules."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model = torch.nn.Sequential(torch.nn.Linear(300, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 33))
+    groups = daypack.param_groups(model, weight_decay=0.3)
+    optimizer = daypack.create(name, groups, lr=1e-3)
+    params = dict(model.named_parameters())
+    train(optimizer, params, range(3))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    torch.save(get_optimizer_state_dict(model, optimizer, options=options), tmp_path / "state.pt")
+    found = foreign.read(tmp_path / "state.pt")
+    assert found.named
+    assert {*found.params} == {*params}
+    for settings, names in found.groups:
+        assert {params[n].dim() > 1 for n in names} == {settings["weight_decay"] == 0.3}
+    new, report = convert_snapshot(found, "adamw")
+    expected = daypack.convert(optimizer, "adamw")
+    ours = {n: p for group in new.param_groups for n, p in zip(group["param_names"], group["params"], strict=True)}
+    for n, p in params.items():
+        assert_same(new.state[ours[n]], expected.state[p], n)
+    assert {entry.outcome for entry in report.entries} <= {"exact", "expanded"}

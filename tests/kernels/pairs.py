@@ -121,6 +121,8 @@ def small_gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
 
 
 def create(params: Params, options: dict[str, Any]) -> Any:
+    if "partition" in options:  # of the parameters that are here
+        options = {**options, "partition": [entry for entry in options["partition"] if entry[0] in params]}
     return daypack.create(params=params.items(), **{"name": "gefen", **options})
 
 

@@ -115,11 +115,10 @@ def of_state_dict(packed: Mapping[str, Any], cls_name: str | None, shapes: Shape
         ValueError: not the state of an optimizer that is known.
     """
     groups, params = [], {}
-    named = named and all(
-        len(group.get("param_names") or ()) == len(group["params"]) for group in packed["param_groups"]
-    )
-    for g, group in enumerate(packed["param_groups"]):
-        names = list(group["param_names"]) if named else [f"{g}.{i}" for i in range(len(group["params"]))]
+    names_by_group = [_names(group) for group in packed["param_groups"]]
+    named = named and all(names is not None for names in names_by_group)
+    for g, (group, own) in enumerate(zip(packed["param_groups"], names_by_group, strict=True)):
+        names = own if named and own else [f"{g}.{i}" for i in range(len(group["params"]))]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for name, key in zip(names, group["params"], strict=True):
             state = _entry(packed["state"].get(key, {}))
@@ -134,6 +133,36 @@ def of_state_dict(packed: Mapping[str, Any], cls_name: str | None, shapes: Shape
     result = Snapshot(cls_name, tuple(groups), renamed, named)
     _check_kind(result)
     return result
+
+
+def _names(group: Mapping[str, Any]) -> list[str] | None:
+    """The names of a group's parameters, if it has them; distributed checkpoints use names as keys."""
+    keys = group["params"]
+    if keys and all(isinstance(key, str) for key in keys):
+        return list(keys)
+    names = list(group.get("param_names") or ())
+    return names if len(names) == len(keys) else None
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict from the flattened form of torch's distributed checkpoints: ``state.<name>.<key>`` and
+    ``param_groups.<name>.<option>``. Parameters with equal options make a group."""
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        place, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        if place not in ("state", "param_groups") or not name:
+            raise ValueError(f"{path!r} is no entry of an optimizer's flattened state_dict")
+        (state if place == "state" else options).setdefault(name, {})[key] = value
+    groups: list[dict[str, Any]] = []
+    for name, own in options.items():
+        own = {key: value for key, value in own.items() if key != "param_names"}
+        group = next((group for group in groups if {k: v for k, v in group.items() if k != "params"} == own), None)
+        if group is None:
+            groups.append(group := {**own, "params": []})
+        group["params"].append(name)
+    return {"state": state, "param_groups": groups}
 
 
 def _check_kind(found: Snapshot) -> None:
@@ -352,6 +381,8 @@ def read(path: Path, cls_name: str | None = None) -> Snapshot:
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if isinstance(content, dict) and "param_groups" not in content and isinstance(content.get(key), dict):
             content = content[key]
+    if isinstance(content, dict) and content and all(str(k).startswith(("state.", "param_groups.")) for k in content):
+        content = _nested(content)
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
         raise ValueError(f"{path} is not the state of an optimizer; pass what torch.save made of its state_dict()")
     try:
