@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -192,6 +193,38 @@ def _refuse(folder: str) -> list[str]:
     compare(net, optimizer, before)
     steps(net, optimizer, 1, 2)
     return messages
+
+
+def _convert_and_grow(folder: str) -> None:
+    """Live sharded state is refused with the way that works, and that way works: file, new file, load."""
+    net, optimizer = _make(OPTIMIZERS["adamw"], True)
+    for p in net.parameters():
+        assert p.requires_grad
+    steps(net, optimizer, 0, 3)
+    for act in (lambda: daypack.convert(optimizer, "gefen"), lambda: daypack.transplant(optimizer, optimizer)):
+        with pytest.raises(ValueError, match=r"sharded; save .*save_file.*daypack convert.*load_file"):
+            act()
+    save_file(optimizer, f"{folder}/adamw.safetensors")
+    if dist.get_rank() == 0:
+        from daypack.checkpoint import conversion, foreign
+
+        new, _ = conversion.convert_snapshot(foreign.read(Path(folder) / "adamw.safetensors"), "gefen")
+        save_file(new, f"{folder}/gefen.safetensors")
+    dist.barrier()
+    other = daypack.Gefen(net.named_parameters())
+    load_file(other, f"{folder}/gefen.safetensors")
+    alone = Net()
+    theirs = daypack.AdamW(alone.named_parameters(), lr=1e-2)
+    load_file(theirs, f"{folder}/adamw.safetensors")
+    expected = content(dict(alone.named_parameters()), daypack.convert(theirs, "gefen"))
+    for key, value in content(dict(net.named_parameters()), other).items():
+        if key not in dict(net.named_parameters()):
+            assert_same(value, expected[key], key)
+    steps(net, other, 3, 5)
+
+
+def test_sharded_state_is_converted_through_files(tmp_path: Path) -> None:
+    run(2, _convert_and_grow, str(tmp_path))
 
 
 def test_saved_on_some_ranks_loads_on_others(tmp_path: Path) -> None:

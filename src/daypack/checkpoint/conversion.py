@@ -48,11 +48,7 @@ def convert(optimizer: Optimizer, name: str, **options: Any) -> Optimizer:
     Raises:
         ValueError: an unknown optimizer, options that do not fit, or sharded parameters.
     """
-    if any(sharding.is_distributed(p) for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            "the parameters are sharded; save them with daypack.checkpoint.save_file, put the shards together with "
-            "`daypack consolidate`, convert the file with `daypack convert`, and load it"
-        )
+    require_whole(optimizer)
     source = foreign.take(optimizer)
     groups = []
     for (old, _), live in zip(source.groups, optimizer.param_groups, strict=True):
@@ -63,6 +59,20 @@ def convert(optimizer: Optimizer, name: str, **options: Any) -> Optimizer:
     target = create(name, groups, **options)
     target.conversion = fill(target, source)  # type: ignore[attr-defined]
     return target
+
+
+def require_whole(optimizer: Optimizer) -> None:
+    """Refuse sharded parameters: their codebooks and statistics would have to be found over all ranks.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if sharding.any_distributed(p for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "the parameters are sharded; save the state with daypack.checkpoint.save_file, "
+            "turn the file into the new one with `daypack convert` or `daypack transplant`, and load that on all ranks "
+            "with daypack.checkpoint.load_file"
+        )
 
 
 def convert_snapshot(source: Snapshot, name: str, **options: Any) -> tuple[Optimizer, Report]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack.checkpoint import foreign
-from daypack.checkpoint.conversion import Source, Sources, fill
+from daypack.checkpoint.conversion import Source, Sources, fill, require_whole
 from daypack.checkpoint.moments import Numbers, of_dense
 from daypack.checkpoint.report import Report
 from daypack.checkpoint.snapshot import Snapshot, names_of
@@ -53,9 +53,13 @@ def transplant(
             ``{"*.q_proj.weight": (0, 4, 8)}``: the corner is then taken of heads and of each head.
 
     Raises:
-        ValueError: no names, a pattern that matches none, ``new_optimizer`` has state, or unknown state.
+        ValueError: no names, a pattern that matches none, ``new_optimizer`` has state, unknown state, or sharded
+            parameters.
             ``new_optimizer`` is unchanged then.
     """
+    for each in (old_state, new_optimizer):
+        if isinstance(each, Optimizer):
+            require_whole(each)
     old, (names, named) = _snapshot(old_state), names_of(new_optimizer)
     if not (old.named and named):
         which = "old state" if named else "new optimizer"
