@@ -116,7 +116,7 @@ def test_transplant_into_the_users_own_model(tmp_path: Path, capsys: pytest.Capt
         (["split", "state.safetensors", "0", "parts"], "at least 1"),
         (["split", "state.safetensors", "301", "parts"], "at most 300"),
         (["split", "state.safetensors", "99999999999", "parts"], "at most 300"),
-        (["split", "state.safetensors", "2", "."], "give another"),
+        (["split", "state.safetensors", "2", "."], "exists; give another folder"),
         (["convert", "missing.pt", "out.safetensors", "--to", "gefen"], "no checkpoint at"),
         (["convert", "state.safetensors", "out.safetensors"], "--to"),
         (["convert", "state.safetensors", "out.safetensors", "--to", "adamw", "--from", "adamw"], "Gefen saved it"),

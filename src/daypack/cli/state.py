@@ -69,7 +69,10 @@ def split(
 
     Example: daypack split state.safetensors 4 shards
     """
-    for path in (*split_file(file, count, out), out / file.name):
+    index = out / file.name
+    if index.exists():
+        raise ValueError(f"{index} exists; give another folder, or delete it first")
+    for path in (*split_file(file, count, out), index):
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 
