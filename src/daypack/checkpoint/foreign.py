@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from daypack.checkpoint import file as files
-from daypack.checkpoint import moments, snapshot
+from daypack.checkpoint import libraries, moments, snapshot
 from daypack.checkpoint.live import torch_class
 from daypack.checkpoint.moments import PLAIN, Layout
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
@@ -21,10 +21,6 @@ from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
 from daypack.optim.state_dict import specs_of
 
-#: Where bitsandbytes hides its tensors from FSDP.
-_BNB_NEST = "__bnb_optimizer_quant_state__"
-#: Its block sizes: of 0.44 and later, and of earlier versions.
-_BNB_BLOCKS = (256, 2048)
 #: Classes of bitsandbytes and torchao by a part of their names, and the class of `PLAIN` that stores the same moments.
 _FAMILIES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD", "adam": "Adam"}
 _OTHERS = ("ademamix", "adagrad", "rmsprop", "lars", "lamb")
@@ -121,7 +117,7 @@ def of_state_dict(packed: Mapping[str, Any], cls_name: str | None, shapes: Shape
         names = own if named and own else [f"{g}.{i}" for i in range(len(group["params"]))]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for name, key in zip(names, group["params"], strict=True):
-            state = _entry(packed["state"].get(key, {}))
+            state = libraries.entry(packed["state"].get(key, {}))
             shape, dtype = shapes[name] if shapes and name in shapes else _shape(state)
             params[name] = ParamState(shape, dtype, _shaped(state, shape))
         groups.append((options, tuple(names)))
@@ -193,68 +189,6 @@ def _momentum(options: dict[str, Any]) -> dict[str, Any]:
         return options
     momentum, dampening = options["betas"]
     return {"momentum": momentum, "dampening": dampening, **{k: v for k, v in options.items() if k != "betas"}}
-
-
-def _entry(raw: Mapping[str, Any]) -> dict[str, Value]:
-    """The state of one parameter with each moment of a foreign form as a plain one that is decoded when it is read."""
-    flat = {**{k: v for k, v in raw.items() if k != _BNB_NEST}, **raw.get(_BNB_NEST, {})}
-    state: dict[str, Value] = {}
-    for key, value in flat.items():
-        if key in ("state1", "state2"):
-            state["exp_avg" if key == "state1" else "exp_avg_sq"] = _bitsandbytes(flat, key[-1])
-        elif key.startswith(("qmap", "absmax", "new_max", "max", "unorm_vec", "gnorm_vec")) and "state1" in flat:
-            continue
-        elif isinstance(value, Tensor) and hasattr(value, "dequantize") and hasattr(value, "codes"):
-            state[key] = Stored(tuple(value.shape), torch.float32, _dequantized(value), True)
-        elif isinstance(value, Tensor):
-            state[key] = value if value.dim() == 0 else snapshot.of_tensor(value, True)
-        elif value is None or isinstance(value, (int, float)):
-            state[key] = value
-        else:
-            raise ValueError(f"{key} of a parameter is a {type(value).__name__}; only tensors and numbers are known")
-    if "state1" in flat and "step" in state and not isinstance(state["step"], Tensor):
-        state["step"] = torch.tensor(float(state["step"]))  # type: ignore[arg-type]
-    return state
-
-
-def _dequantized(value: Any) -> Callable[[int, int], Tensor]:
-    """torchao's own decoding: 8 bits, 4 bits, fp8."""
-
-    def read(start: int, stop: int) -> Tensor:
-        whole: Tensor = value.dequantize(torch.float32)
-        return whole.narrow(0, start, stop - start)
-
-    return read
-
-
-def _bitsandbytes(flat: Mapping[str, Any], index: str) -> Value:
-    """``qmap[code] * absmax`` over blocks of 256 elements of the flattened tensor, or fp32 as it is.
-
-    Raises:
-        ValueError: the old form with one scale for the whole tensor.
-    """
-    codes = flat["state" + index]
-    if codes.dtype != torch.uint8:
-        return snapshot.of_tensor(codes, True) if codes.dim() else codes
-    absmax, levels = flat.get("absmax" + index), flat.get("qmap" + index)
-    if absmax is None or levels is None:
-        raise ValueError(
-            "this is bitsandbytes' state with one scale per tensor (before 0.44, block_wise=False), which is not known"
-        )
-    fitting = [size for size in _BNB_BLOCKS if -(-codes.numel() // size) == absmax.numel()]
-    if not fitting:
-        raise ValueError(f"absmax{index} has {absmax.numel()} blocks for {codes.numel()} elements, which is not known")
-    size = fitting[0]
-    row = codes[:1].numel()
-
-    def read(start: int, stop: int) -> Tensor:
-        first, last = start * row, stop * row
-        part = levels.index_select(0, codes.reshape(-1)[first:last].int())
-        blocks = torch.arange(first, last, device=codes.device) // size
-        value: Tensor = (part * absmax.index_select(0, blocks)).view(stop - start, *codes.shape[1:])
-        return value
-
-    return Stored(tuple(codes.shape), torch.float32, read, True)
 
 
 def _shape(state: Mapping[str, Value]) -> tuple[tuple[int, ...], torch.dtype]:
