@@ -23,7 +23,7 @@ from daypack.optim.options import (
 )
 from daypack.projection import project
 from daypack.rules import ADAMW
-from daypack.update import Hyper, ParamPlan, Rule
+from daypack.update import ParamPlan, Rule
 
 #: Options of GaLore that the inner optimizer takes over where it has them.
 SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")
@@ -50,8 +50,7 @@ class GaLore(CompressedOptimizer):
     Args:
         params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: as in
-            `daypack.Gefen`; fused True is an error for projected parameters. ``weight_decay`` is decoupled and applies
-            to the whole parameter.
+            `daypack.Gefen`. ``weight_decay`` is decoupled and applies to the whole parameter.
         inner: ``"adamw"`` or the name of another of our optimizers, ``"gefen"`` for instance.
         inner_options: options of the inner optimizer that have no counterpart here, such as ``{"block_size": 128}``.
         rank: directions that are kept, at most the shorter side; None: the group is not projected.
@@ -188,8 +187,6 @@ class _Inner:
             return ParamPlan(ADAMW, Dense(), Dense())
         planned = optimizer.plan_partition if flat else optimizer.plan
         plan = planned(shape, dtype, self.group(group), name)
-        if plan.rule is ADAMW:  # It reads SHARED alone, so that kernels may know it.
-            return plan
         return replace(plan, rule=_translated(plan.rule, self))
 
 
@@ -215,8 +212,4 @@ def _shares(option: str, defaults: Mapping[str, Any]) -> bool:
 @lru_cache(maxsize=256)
 def _translated(rule: Rule, inner: _Inner) -> Rule:
     """``rule`` reading its options from a group of GaLore's."""
-
-    def hyper(group: Mapping[str, Any], step: int) -> Hyper:
-        return rule.hyper(inner.group(group), step)
-
-    return replace(rule, hyper=hyper)
+    return replace(rule, options=inner.group)
