@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,8 +30,13 @@ from daypack.update import ParamPlan, Rule
 SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")
 #: Options of inner optimizers that read the parameter itself, which a stand-in is not, or override the learning rate.
 NEUTRAL = {"scale_parameter": False, "relative_step": False}
-#: What makes no sense around a stand-in: GaLore itself, ratios to the norm of the parameter, blocks of its rows.
-UNFIT = ("galore", "lamb", "adam_mini")
+#: What makes no sense around a stand-in, why, and what to take.
+UNFIT = {
+    "galore": "a stand-in is not projected again; take inner='adamw' or 'gefen'",
+    "lamb": "its step is as long as the parameter, and a stand-in starts at zero; take inner='adamw', or daypack.LAMB",
+    "adam_mini": "its heads and neurons are rows of the parameter, which a stand-in has not; take inner='gefen', whose "
+    "second moment is shared too, or daypack.AdamMini",
+}
 #: Matrices with fewer elements stay dense without a word where projecting them saves nothing.
 WORTH_SAYING = 4096
 
@@ -45,7 +51,10 @@ class GaLore(CompressedOptimizer):
     Gefen, 0.64 at an eighth. Above a fifth of its rank Gefen's own 1.02 is less, and the matrix steps whole.
 
     Everything else runs the inner optimizer plainly: groups without a rank, vectors, three and more dims (convolutions,
-    stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once.
+    stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once. These
+    step at ``lr``; what is projected steps at ``scale`` times it, as in galore-torch, where parameters of groups without
+    a rank take the plain rate too. Where few matrices of a group are projected the two rates fight each other: give a
+    rank to groups of large matrices alone, or take ``scale=1`` with a lower lr.
 
     Args:
         params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
@@ -53,7 +62,7 @@ class GaLore(CompressedOptimizer):
             `daypack.Gefen`. ``weight_decay`` is decoupled and applies to the whole parameter.
         inner: ``"adamw"`` or the name of another of our optimizers, ``"gefen"`` for instance.
         inner_options: options of the inner optimizer that have no counterpart here, such as ``{"block_size": 128}``.
-        rank: directions that are kept, at most the shorter side; None: the group is not projected.
+        rank: directions that are kept, at most the shorter side; None: the group is not projected (said once if none is).
         update_proj_gap: gradients (finite and not all zero) of a parameter that one basis serves.
         scale: factor of the projected update (the paper's alpha).
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
@@ -102,9 +111,19 @@ class GaLore(CompressedOptimizer):
         spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
+        if all(group["rank"] is None for group in self.param_groups):
+            alone = "torch.optim.AdamW" if inner == "adamw" else f"daypack.create({inner!r}, ...)"
+            warnings.warn(
+                "GaLore projects nothing: no group has a rank, so that it takes as much state as its inner optimizer "
+                f"{inner!r}; give groups of matrices a rank, such as an eighth of their shorter side, or use {alone}",
+                stacklevel=2,
+            )
 
     def check_options(self, group: Group, where: str) -> None:
         check_adamw(group, where)
+        unfit = UNFIT.get(group["inner"]) if isinstance(group["inner"], str) else None
+        if unfit:
+            raise ValueError(f"inner={group['inner']!r} of {where} does not fit: {unfit}")
         check_choice(group, "inner", inner_names(), where)
         if group["rank"] is not None:
             check_positive(group, "rank", where)
@@ -129,15 +148,15 @@ class GaLore(CompressedOptimizer):
         shape = tuple(param.shape)
         plan = self.plan(param.shape, param.dtype, group, name)
         if param.numel() >= WORTH_SAYING and project(shape, group["rank"]) and plan.projection is None:
-            return f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole"
+            return (
+                f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole, at the "
+                "full learning rate and not at `scale` of it; give these no rank, or others a group of their own"
+            )
         if group["rank"] is not None:
             return super().caveat(param, group, name)
         inner = _Inner.of(group)
         optimizer = _optimizer(inner)
-        if isinstance(optimizer, CompressedOptimizer):
-            return optimizer.caveat(param, inner.group(group), name)
-        unprojected = all(each["rank"] is None for each in self.param_groups)
-        return "projects nothing and saves nothing: no group has a rank" if unprojected else None
+        return optimizer.caveat(param, inner.group(group), name) if isinstance(optimizer, CompressedOptimizer) else None
 
 
 def inner_names() -> tuple[str, ...]:
