@@ -52,9 +52,9 @@ class GaLore(CompressedOptimizer):
 
     Everything else runs the inner optimizer plainly: groups without a rank, vectors, three and more dims (convolutions,
     stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once. These
-    step at ``lr``; what is projected steps at ``scale`` times it, as in galore-torch, where parameters of groups without
-    a rank take the plain rate too. Where few matrices of a group are projected the two rates fight each other: give a
-    rank to groups of large matrices alone, or take ``scale=1`` with a lower lr.
+    step at ``lr``; what is projected steps at ``scale`` times it, as in galore-torch, where parameters of groups
+    without a rank take the plain rate too. Where few matrices of a group are projected the two rates fight each other:
+    give a rank to groups of large matrices alone, or take ``scale=1`` with a lower lr.
 
     Args:
         params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
@@ -62,7 +62,8 @@ class GaLore(CompressedOptimizer):
             `daypack.Gefen`. ``weight_decay`` is decoupled and applies to the whole parameter.
         inner: ``"adamw"`` or the name of another of our optimizers, ``"gefen"`` for instance.
         inner_options: options of the inner optimizer that have no counterpart here, such as ``{"block_size": 128}``.
-        rank: directions that are kept, at most the shorter side; None: the group is not projected (said once if none is).
+        rank: directions that are kept, at most the shorter side; None: the group is not projected, and if none is,
+            a warning says so.
         update_proj_gap: gradients (finite and not all zero) of a parameter that one basis serves.
         scale: factor of the projected update (the paper's alpha).
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
@@ -149,8 +150,8 @@ class GaLore(CompressedOptimizer):
         plan = self.plan(param.shape, param.dtype, group, name)
         if param.numel() >= WORTH_SAYING and project(shape, group["rank"]) and plan.projection is None:
             return (
-                f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole, at the "
-                "full learning rate and not at `scale` of it; give these no rank, or others a group of their own"
+                f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole, at "
+                "the full learning rate and not at `scale` of it; give a rank to groups of larger matrices alone"
             )
         if group["rank"] is not None:
             return super().caveat(param, group, name)
