@@ -56,6 +56,8 @@ struct Matrix {
   int64_t type, rows, cols;  // type: DaypackType
 };
 
+enum Factor { NEITHER, LEFT, RIGHT };
+
 // C = a b. It goes to `sums`; or, where that is null, param = kept * param + scale * C.
 struct Product {
   Matrix a, b;
@@ -63,7 +65,7 @@ struct Product {
   void* param;
   int64_t type;
   float kept, scale;
-  int measured;  // the factor (1: a, 2: b, 0: neither) of which a block of C that sees a part of it first adds up squares
+  Factor measured;  // whose squares are added up, by the blocks of C that lie along it first; it is read from far memory
 };
 
 // C is computed in blocks, each from pieces of `a` and `b` of this depth; `PRODUCT_SCRATCH` floats hold both and the block.

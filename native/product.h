@@ -1,6 +1,6 @@
 // One block of a matrix product in fp32, computed as libraries for it do: pieces of both factors are copied, widened, to
 // where the second-level cache holds them, and a strip of rows by a panel of columns is added up in registers. Sums run
-// over the depth in order, so a block depends on nothing but its place. Included once per instruction set, after runs.h.
+// over the depth in order, so a block depends on nothing but its place. Included once per instruction set, after tiles.h.
 
 #if defined(__AVX512F__)
 constexpr int LANES_OF_VECTOR = 16, STRIP = 12;
@@ -108,11 +108,11 @@ static double multiply(const Product& x, int64_t row, int64_t row_end, int64_t c
     const int depth = static_cast<int>(x.a.cols - from < DEPTH ? x.a.cols - from : DEPTH);
     copy_rows(x.a, row, height, from, depth, rows);
     copy_panels(x.b, from, depth, col, width, panels);
-    if (x.measured == 1 && col == 0) squares += squares_of(rows, height, depth, ROW);
-    if (x.measured == 2 && row == 0) squares += squares_of(panels, (width + PANEL - 1) / PANEL, depth * PANEL, DEPTH * PANEL);
+    if (x.measured == LEFT && col == 0) squares += squares_of(rows, height, depth, ROW);
+    if (x.measured == RIGHT && row == 0) squares += squares_of(panels, (width + PANEL - 1) / PANEL, depth * PANEL, DEPTH * PANEL);
     const int64_t next = from + depth, next_end = next + DEPTH < x.a.cols ? next + DEPTH : x.a.cols;
-    if (x.measured == 1) prefetch_rectangle(x.a.at, x.a.type, x.a.cols, row, row_end, next, next_end);
-    if (x.measured == 2) prefetch_rectangle(x.b.at, x.b.type, x.b.cols, next, next_end, col, col_end);
+    if (x.measured == LEFT) prefetch_rectangle(x.a.at, x.a.type, x.a.cols, row, row_end, next, next_end);
+    if (x.measured == RIGHT) prefetch_rectangle(x.b.at, x.b.type, x.b.cols, next, next_end, col, col_end);
     for (int c = 0; c < width; c += PANEL)
       for (int i = 0; i < height; i += STRIP)
         add_strip(rows + i * ROW, panels + c * DEPTH, depth, sums + i * PRODUCT_COLS + c, from == 0);

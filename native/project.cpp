@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <numeric>
 
 #include "passes.h"
@@ -81,7 +82,7 @@ float step_one(const DaypackParam& d, const DaypackOptions* options, const Codec
   const Matrix gradient{d.grad, d.grad_type, d.full_rows, d.full_cols}, moved{room.moved(), DAYPACK_FP32, d.rows, d.cols};
   const Matrix basis{d.basis, DAYPACK_FP32, length, d.rank}, turned{room.turned(), DAYPACK_FP32, d.rank, length};
 
-  Product down{tall ? gradient : turned, tall ? basis : gradient, room.grad(), nullptr, 0, 0, 0, tall ? 1 : 2};
+  Product down{tall ? gradient : turned, tall ? basis : gradient, room.grad(), nullptr, 0, 0, 0, tall ? LEFT : RIGHT};
   const auto total = static_cast<float>(multiply(down, room, threads));
   if (!std::isfinite(total)) return total;
   DaypackParam low = d;
@@ -96,7 +97,7 @@ float step_one(const DaypackParam& d, const DaypackOptions* options, const Codec
   apply(&low, 1, options, codec, nullptr, threads);
 
   const auto kept = static_cast<float>(1 - o.lr * o.whole_decay), scale = static_cast<float>(o.scale);
-  multiply({tall ? moved : basis, tall ? turned : moved, nullptr, d.param, d.param_type, kept, scale, 0}, room, threads);
+  multiply({tall ? moved : basis, tall ? turned : moved, nullptr, d.param, d.param_type, kept, scale, NEITHER}, room, threads);
   // An all-zero gradient does not use the basis up; squares of tiny ones may vanish.
   if (*d.basis_left > 0 && (total > 0 || !is_zero(d))) --*d.basis_left;
   return total;
@@ -118,21 +119,19 @@ DaypackParam unprojected(const DaypackParam& d) {
 void step_projected(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
                     const uint8_t* active, int threads, float* totals) {
   std::vector<int64_t> small, large;
-  int64_t low = 0, basis = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const DaypackParam& d = params[i];
-    if (d.rank == 0 || (active != nullptr && active[i] == 0)) continue;
-    (d.full_rows * d.full_cols <= SMALL ? small : large).push_back(i);
-    if (small.empty() || small.back() != i) {
-      low = larger(low, elements(d));
-      basis = larger(basis, shorter(d) * d.rank);
-    }
-  }
+  for (int64_t i = 0; i < count; ++i)
+    if (params[i].rank > 0 && (active == nullptr || active[i] != 0))
+      (params[i].full_rows * params[i].full_cols <= SMALL ? small : large).push_back(i);
   const auto step = [&](int64_t i, Room& room, int helpers) {
     const float total = step_one(params[i], options, codecs + i, room, helpers);
     if (totals != nullptr) totals[i] = total;
   };
   if (!large.empty()) {
+    int64_t low = 0, basis = 0;
+    for (int64_t i : large) {
+      low = larger(low, elements(params[i]));
+      basis = larger(basis, shorter(params[i]) * params[i].rank);
+    }
     Room room(low, basis, threads);
     for (int64_t i : large) step(i, room, threads);
   }
