@@ -69,7 +69,8 @@ struct Product {
 };
 
 // C is computed in blocks, each from pieces of `a` and `b` of this depth; `PRODUCT_SCRATCH` floats hold both and the block.
-constexpr int64_t PRODUCT_ROWS = 96, PRODUCT_COLS = 192, PRODUCT_DEPTH = 256, PRODUCT_PAD = 16;
+// Blocks are wide and pieces flat, so that rows of far memory are read and written in long runs.
+constexpr int64_t PRODUCT_ROWS = 96, PRODUCT_COLS = 512, PRODUCT_DEPTH = 96, PRODUCT_PAD = 16;
 constexpr int64_t PRODUCT_SCRATCH =
     PRODUCT_ROWS * (PRODUCT_DEPTH + PRODUCT_PAD) + PRODUCT_DEPTH * PRODUCT_COLS + PRODUCT_ROWS * PRODUCT_COLS;
 
