@@ -54,15 +54,42 @@ static __attribute__((noinline)) void add_strip(const float* rows, const float* 
       __builtin_memcpy(sums + i * PRODUCT_COLS + j * LANES_OF_VECTOR, &sum[i][j], sizeof(Vector));
 }
 
-// Ask for a rectangle of a matrix (one that is read once, or written) while another one is computed.
-static void prefetch_rectangle(const void* at, int64_t type, int64_t cols, int64_t row, int64_t row_end, int64_t col,
-                               int64_t col_end) {
-  with_type(type, [&](auto storage) {
-    using Raw = typename decltype(storage)::Raw;
-    for (int64_t r = row; r < row_end; ++r)
-      for (int64_t c = col; c < col_end; c += 64 / static_cast<int64_t>(sizeof(Raw)))
-        __builtin_prefetch(static_cast<const Raw*>(at) + r * cols + c, 0, 2);
-  });
+// Asks for a rectangle of a matrix, a few cache lines at a time, while another one is computed: all at once they would
+// only be waited for.
+class Ahead {
+ public:
+  Ahead(const void* at, int64_t type, int64_t cols, int64_t row, int64_t row_end, int64_t col, int64_t col_end)
+      : size_(type == DAYPACK_FP32 ? 4 : 2),
+        stride_(cols * size_),
+        width_((col_end - col) * size_),
+        line_(static_cast<const char*>(at) + row * stride_ + col * size_),
+        left_(width_ > 0 ? row_end - row : 0) {}
+
+  int64_t lines() const { return left_ * ((width_ + 63) / 64); }
+
+  void ask(int64_t count) {
+    for (; count > 0 && left_ > 0; --count) {
+      __builtin_prefetch(line_ + done_, 0, 2);
+      done_ += 64;
+      if (done_ < width_) continue;
+      done_ = 0;
+      line_ += stride_;
+      --left_;
+    }
+  }
+
+ private:
+  int64_t size_, stride_, width_;
+  const char* line_;
+  int64_t left_, done_ = 0;
+};
+
+// What a block reads from far memory next: the following piece of the factor that is measured, or the parameter.
+static Ahead ahead_of(const Product& x, int64_t row, int64_t row_end, int64_t col, int64_t col_end, int64_t next) {
+  const int64_t end = next + DEPTH < x.a.cols ? next + DEPTH : x.a.cols;
+  if (x.measured == LEFT) return {x.a.at, x.a.type, x.a.cols, row, row_end, next, end};
+  if (x.measured == RIGHT) return {x.b.at, x.b.type, x.b.cols, next, end, col, col_end};
+  return {x.param, x.type, x.b.cols, row, row_end, col, next == x.a.cols ? col_end : col};
 }
 
 // Sum of the squares of copied rows.
@@ -103,19 +130,21 @@ static double multiply(const Product& x, int64_t row, int64_t row_end, int64_t c
   for (int i = height; i < (height + STRIP - 1) / STRIP * STRIP; ++i)
     for (int k = 0; k < DEPTH; ++k) rows[i * ROW + k] = 0;
   double squares = 0;
-  if (x.param != nullptr) prefetch_rectangle(x.param, x.type, x.b.cols, row, row_end, col, col_end);
   for (int64_t from = 0; from < x.a.cols; from += DEPTH) {
     const int depth = static_cast<int>(x.a.cols - from < DEPTH ? x.a.cols - from : DEPTH);
     copy_rows(x.a, row, height, from, depth, rows);
     copy_panels(x.b, from, depth, col, width, panels);
     if (x.measured == LEFT && col == 0) squares += squares_of(rows, height, depth, ROW);
     if (x.measured == RIGHT && row == 0) squares += squares_of(panels, (width + PANEL - 1) / PANEL, depth * PANEL, DEPTH * PANEL);
-    const int64_t next = from + depth, next_end = next + DEPTH < x.a.cols ? next + DEPTH : x.a.cols;
-    if (x.measured == LEFT) prefetch_rectangle(x.a.at, x.a.type, x.a.cols, row, row_end, next, next_end);
-    if (x.measured == RIGHT) prefetch_rectangle(x.b.at, x.b.type, x.b.cols, next, next_end, col, col_end);
-    for (int c = 0; c < width; c += PANEL)
-      for (int i = 0; i < height; i += STRIP)
+    Ahead ahead = ahead_of(x, row, row_end, col, col_end, from + depth);
+    const int64_t strips = (height + STRIP - 1) / STRIP * ((width + PANEL - 1) / PANEL);
+    const int64_t each = (ahead.lines() + strips - 1) / strips;
+    for (int c = 0; c < width; c += PANEL) {
+      for (int i = 0; i < height; i += STRIP) {
         add_strip(rows + i * ROW, panels + c * DEPTH, depth, sums + i * PRODUCT_COLS + c, from == 0);
+        ahead.ask(each);
+      }
+    }
   }
   if (x.sums != nullptr) {
     for (int i = 0; i < height; ++i)
