@@ -27,6 +27,7 @@ SOURCES = (
     "observe",
     "options",
     "apply",
+    "project",
     "steps",
     "kernels_portable",
 )

@@ -3,7 +3,7 @@
 All contenders of a workload step in turn, round after round, on the same gradients; figures are medians over the rounds
 and ratios medians of the ratios within a round, so that other work on the machine weighs on all alike. Bytes are those
 that a step must move between memory and processor: parameter, gradient (ours is read twice, three times where a rule
-measures whole tensors) and state, both ways.
+measures whole tensors, once by GaLore's projection) and state, both ways.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ WORKLOADS: dict[str, Shapes] = {
     + 12 * [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,), (3072, 768), *5 * [(768,)]],
     "llama-layer": [*4 * [(3072, 3072)], (8192, 3072), (8192, 3072), (3072, 8192), (3072,), (3072,)],
     "one-64m": [(8192, 8192)],
+    "mlp-768": 12 * [(768, 3072)],
     "1000-small": 1000 * [(32, 32)],
 }
 
@@ -50,6 +51,10 @@ OURS: dict[str, tuple[str, dict[str, Any], float]] = {
     "lamb": ("lamb", {}, 24),
     "lamb-factored": ("lamb", {"second_moment": "factored"}, 12),
     "lamb-8bit": ("lamb", {"bits": 8, "second_moment": "factored"}, 3),
+    # Between refreshes. Rank 96 is an eighth of GPT-2's width; matrices that it does not make smaller step whole.
+    "galore": ("galore", {"rank": 96, "update_proj_gap": 1_000_000}, 4),
+    "galore-gefen": ("galore", {"rank": 96, "update_proj_gap": 1_000_000, "inner": "gefen"}, 2),
+    "galore-128": ("galore", {"rank": 128, "update_proj_gap": 1_000_000}, 5),
 }
 
 
@@ -81,8 +86,8 @@ def contenders() -> dict[str, Callable[[Iterable[Parameter]], torch.optim.Optimi
 def moved(name: str, dtype: torch.dtype) -> float:
     """Bytes per parameter that a step reads and writes."""
     if name in OURS:
-        measures = name.startswith(("adafactor", "lamb"))  # parameter and gradient once more
-        return (6 if measures else 4) * dtype.itemsize + OURS[name][2]  # parameter both ways, gradient twice
+        passes = {"adafactor": 6, "lamb": 6, "galore": 3}  # parameter and gradient once more; the gradient once
+        return passes.get(OURS[name][0], 4) * dtype.itemsize + OURS[name][2]  # parameter both ways, gradient twice
     return 7 * dtype.itemsize if name.startswith("adamw") else 3 * dtype.itemsize + 4
 
 

@@ -60,8 +60,9 @@ struct Prepared {
 // One pass over the elements of a list, and before it what is left of their statistics to combine.
 class Pass {
  public:
+  // `measuring`: over the parameters alone whose rule measures them; a later pass finds their statistics combined.
   Pass(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
-       const uint8_t* active)
+       const uint8_t* active, bool measuring)
       : params_(params), options_(options), count_(count), tasks_(count), combines_(count) {
     prepared_.reserve(static_cast<size_t>(count));
     StepMaker steps(options);
@@ -69,12 +70,14 @@ class Pass {
     for (int64_t i = 0; i < count; ++i) {
       const DaypackParam& d = params[i];
       const Tiling tiling = Tiling::of_apply(d);
-      const bool on = active == nullptr || active[i] != 0;
+      const bool measured = measures(options[d.options]);
+      const bool on = (active == nullptr || active[i] != 0) && d.rank == 0 && (measured || !measuring);
       const bool alone = d.v_kind == DAYPACK_OWN || tiling.whole_matrices() || (!has_cols(d) && tiling.col_parts == 1);
-      const bool together = alone && !measures(options[d.options]);
+      const bool together = alone && !measured;
       prepared_.push_back({steps(d, codecs[i]), tiling, on, together, nullptr});
       tasks_.add(on ? tiling.tasks : 0);
-      combines_.add(on && !together && d.v_kind != DAYPACK_OWN ? d.matrices * combine_parts(d) : 0);
+      const bool combines = on && !together && d.v_kind != DAYPACK_OWN && measured == measuring;
+      combines_.add(combines ? d.matrices * combine_parts(d) : 0);
       means += together ? 0 : static_cast<size_t>(d.matrices);
     }
     means_.resize(means);
@@ -216,15 +219,15 @@ void use_mean(const Tile& tile, Step& step) {
 
 void measure(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
              const uint8_t* active, int threads) {
-  Pass pass(params, count, options, codecs, active);
+  Pass pass(params, count, options, codecs, active, true);
   pass.combine(threads);
   pass.measure(threads);
 }
 
 void apply(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
            const uint8_t* active, int threads) {
-  Pass pass(params, count, options, codecs, active);
-  if (count > 0 && !measures(options[params[0].options])) pass.combine(threads);  // an optimizer has one rule
+  Pass pass(params, count, options, codecs, active, false);
+  pass.combine(threads);
   pass.apply(threads);
 }
 

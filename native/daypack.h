@@ -10,7 +10,7 @@
 #define DAYPACK_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-#define DAYPACK_INTERFACE 3
+#define DAYPACK_INTERFACE 4
 
 enum DaypackType { DAYPACK_FP32 = 0, DAYPACK_BF16 = 1, DAYPACK_FP16 = 2 };
 // Where second moments come from. OWN: each element has one (in fp32 or as a code), or the rule wants none. The others are
@@ -41,6 +41,8 @@ struct DaypackParam {
   const int64_t* sizes;   // lines of each group, on all ranks together
   float* sums;            // statistics of g^2, filled by observe: rows, columns, groups; or blocks
   double* squares;        // of the parameter and of what its rule measures, filled by measure
+  const float* basis;     // of a projection, [min(full_rows, full_cols), rank]; null without one
+  int64_t* basis_left;    // gradients for which it still serves; a step that is not all zeros counts it down
   int64_t matrices, rows, cols;
   int64_t first;          // place of the first element in the whole parameter, of which this may be a part: for the dither
   int64_t whole_rows;     // rows of a matrix on all ranks together, which the columns' sums are over
@@ -51,6 +53,9 @@ struct DaypackParam {
   int64_t v_kind;         // DaypackSecondMoment
   int64_t param_type, grad_type;
   int64_t options;        // index into the array of DaypackOptions
+  int64_t rank;           // of a projection; 0 without one. With one, all else but param, grad and their types is of the
+                          // stand-in of low rank, and the parameter itself is full_rows x full_cols
+  int64_t full_rows, full_cols;
 };
 
 struct DaypackOptions {
@@ -60,6 +65,7 @@ struct DaypackOptions {
   double dampening, nesterov;                                             // SGD
   double trust_ratio;                                                     // LAMB
   double beta2_decay, relative_step, scale_parameter, smallest_scale, clip;  // Adafactor
+  double whole_decay, scale;  // of a projection: weight decay of the parameter itself, and factor of what comes back to it
 };
 
 #define DAYPACK_LARGEST_BLOCK 4096

@@ -50,6 +50,30 @@ struct Layer {
   int64_t* start;
 };
 
+// A matrix, one row after the other.
+struct Matrix {
+  const void* at;
+  int64_t type, rows, cols;  // type: DaypackType
+};
+
+enum Factor { NEITHER, LEFT, RIGHT };
+
+// C = a b. It goes to `sums`; or, where that is null, param = kept * param + scale * C.
+struct Product {
+  Matrix a, b;
+  float* sums;
+  void* param;
+  int64_t type;
+  float kept, scale;
+  Factor measured;  // whose squares are added up, by the blocks of C that lie along it first; it is read from far memory
+};
+
+// C is computed in blocks, each from pieces of `a` and `b` of this depth; `PRODUCT_SCRATCH` floats hold both and the block.
+// Blocks are wide and pieces flat, so that rows of far memory are read and written in long runs.
+constexpr int64_t PRODUCT_ROWS = 96, PRODUCT_COLS = 512, PRODUCT_DEPTH = 96, PRODUCT_PAD = 16;
+constexpr int64_t PRODUCT_SCRATCH =
+    PRODUCT_ROWS * (PRODUCT_DEPTH + PRODUCT_PAD) + PRODUCT_DEPTH * PRODUCT_COLS + PRODUCT_ROWS * PRODUCT_COLS;
+
 struct Kernels {
   const char* name;
   // Sums of g^2 over the rows and, unless `cols` is null, over the columns of the tile.
@@ -62,6 +86,8 @@ struct Kernels {
   void (*apply)(const Tile& tile, const Step& step);
   // Adds the squares of the tile's parameters and of what the rule measures to squares[0] and [1].
   void (*measure)(const Tile& tile, const Step& step, double* squares);
+  // One block of a product; returns the sum of squares that it added up.
+  double (*multiply)(const Product& product, int64_t row, int64_t row_end, int64_t col, int64_t col_end, float* scratch);
   // The loops of calibration: see learn.h.
   void (*count)(const void* grad, int64_t type, int64_t cols, int64_t block_size, int64_t first, int64_t last,
                 int64_t* counts);

@@ -10,10 +10,11 @@ namespace avx2 {
 using namespace generic;
 #include "runs.h"
 #include "tiles.h"
+#include "product.h"
 #include "learn.h"
 }  // namespace avx2
 
 const Kernels avx2_kernels{"avx2", avx2::observe, avx2::observe_blocks, avx2::observe_coupled, avx2::apply, avx2::measure,
-                              avx2::learn::count, avx2::learn::score, avx2::learn::fill_layer};
+                              avx2::multiply, avx2::learn::count, avx2::learn::score, avx2::learn::fill_layer};
 
 }  // namespace daypack

@@ -13,10 +13,11 @@ using generic::round_up;
 #include "runs.h"
 #include "avx512_adamw.h"
 #include "tiles.h"
+#include "product.h"
 #include "learn.h"
 }  // namespace avx512
 
 const Kernels avx512_kernels{"avx512", avx512::observe, avx512::observe_blocks, avx512::observe_coupled, avx512::apply, avx512::measure,
-                              avx512::learn::count, avx512::learn::score, avx512::learn::fill_layer};
+                              avx512::multiply, avx512::learn::count, avx512::learn::score, avx512::learn::fill_layer};
 
 }  // namespace daypack

@@ -78,4 +78,12 @@ void measure(const DaypackParam* params, int64_t count, const DaypackOptions* op
 void apply(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
            const uint8_t* active, int threads);
 
+// A projected parameter as it is, for its sum of g^2; any other one unchanged.
+DaypackParam unprojected(const DaypackParam& param);
+
+// Both passes over the projected parameters that `active` marks (null: all); the codebooks are prepared. Those whose sum of
+// g^2 is not finite are left as they are. `totals`: where these sums go; null if they are known.
+void step_projected(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
+                    const uint8_t* active, int threads, float* totals);
+
 }  // namespace daypack

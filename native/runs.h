@@ -127,12 +127,12 @@ class Runs {
 
   Run load(const float* root, int n) {
     if (d_.codes != nullptr) prefetch_next(d_.codes + at_, n);
-    if (d_.v_codes != nullptr) {
-      // Two codecs take so long that the processor would not ask for the next block in time; otherwise it does.
-      prefetch_next(d_.v_codes + at_, n);
+    // Two codecs take so long that the processor would not ask for the next block in time; and what is widened first is
+    // waited for there, with no arithmetic meanwhile. Otherwise it does.
+    if (d_.v_codes != nullptr) prefetch_next(d_.v_codes + at_, n);
+    if (d_.v_codes != nullptr || sizeof(typename G::Raw) < sizeof(float))
       prefetch_next(static_cast<const typename G::Raw*>(d_.grad) + at_, n);
-      prefetch_next(params() + at_, n);
-    }
+    if (d_.v_codes != nullptr || sizeof(typename P::Raw) < sizeof(float)) prefetch_next(params() + at_, n);
     const auto* g = static_cast<const typename G::Raw*>(d_.grad) + at_;
     Run run{widen(const_cast<typename G::Raw*>(g), n, g_, G{}), widen(params() + at_, n, p_, P{}), nullptr, nullptr,
             root, roots_.factor, n};

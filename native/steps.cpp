@@ -1,4 +1,5 @@
 // The functions that step parameters, as the library exports them.
+#include <algorithm>
 #include <cmath>
 
 #include "passes.h"
@@ -12,7 +13,7 @@ constexpr int64_t SMALL = 1 << 14;
 constexpr int64_t WAVE_BYTES = 8 << 20;
 
 bool is_small(const DaypackParam& d) {
-  return elements(d) <= SMALL && Tiling::of_observe(d).whole_matrices() && Tiling::of_apply(d).whole_matrices();
+  return d.rank == 0 && elements(d) <= SMALL && Tiling::of_observe(d).whole_matrices() && Tiling::of_apply(d).whole_matrices();
 }
 
 // Both passes over one small parameter, which is left as it is if its sum of g^2, the result, is not finite.
@@ -68,17 +69,22 @@ int64_t step(const DaypackParam* params, int64_t count, const DaypackOptions* op
   std::vector<uint8_t> small(static_cast<size_t>(count)), active(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) small[static_cast<size_t>(i)] = is_small(params[i]);
   step_all_small(params, count, options, codecs.each(), small, threads, totals);
+  step_projected(params, count, options, codecs.each(), nullptr, threads, totals);
+  for (int64_t i = 0; i < count; ++i) small[static_cast<size_t>(i)] |= params[i].rank > 0;  // done like these
   const auto skip = [&](int64_t i) {
     while (i < count && small[static_cast<size_t>(i)]) ++i;
     return i;
   };
   for (int64_t first = skip(0), end; first < count; first = skip(end)) {
     int64_t bytes = 0;
-    for (end = first; end < count && !small[static_cast<size_t>(end)] && (end == first || bytes < WAVE_BYTES); ++end)
+    bool measured = false;
+    for (end = first; end < count && !small[static_cast<size_t>(end)] && (end == first || bytes < WAVE_BYTES); ++end) {
       bytes += elements(params[end]) * (params[end].grad_type == DAYPACK_FP32 ? 4 : 2);
+      measured = measured || measures(options[params[end].options]);
+    }
     observe(params + first, end - first, options, threads, totals + first);
     for (int64_t i = first; i < end; ++i) active[static_cast<size_t>(i)] = std::isfinite(totals[i]);
-    if (measures(options[params[first].options]))
+    if (measured)
       measure(params + first, end - first, options, codecs.each() + first, active.data() + first, threads);
     apply(params + first, end - first, options, codecs.each() + first, active.data() + first, threads);
   }
@@ -104,7 +110,11 @@ int daypack_numbers_are(const int64_t* const* places, const int64_t* numbers, in
 
 void daypack_observe(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads,
                      float* totals) {
-  daypack::observe(params, count, options, threads, totals);
+  if (std::none_of(params, params + count, [](const DaypackParam& d) { return d.rank > 0; }))
+    return daypack::observe(params, count, options, threads, totals);
+  std::vector<DaypackParam> whole(params, params + count);
+  std::transform(params, params + count, whole.begin(), daypack::unprojected);
+  daypack::observe(whole.data(), count, options, threads, totals);
 }
 
 int64_t daypack_measure(const DaypackParam* params, int64_t count, const DaypackOptions* options, const uint8_t* active,
@@ -119,7 +129,9 @@ int64_t daypack_apply(const DaypackParam* params, int64_t count, const DaypackOp
                       int threads) {
   daypack::Codecs codecs;
   const int64_t bad = codecs.prepare(params, count, active, threads);
-  if (bad < 0) daypack::apply(params, count, options, codecs.each(), active, threads);
+  if (bad >= 0) return bad;
+  daypack::apply(params, count, options, codecs.each(), active, threads);
+  daypack::step_projected(params, count, options, codecs.each(), active, threads, nullptr);
   return bad;
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -96,12 +96,24 @@ class Rule:
         direction: see `Direction`.
         hyper: numbers of a step from the group's options and the step, from 1.
         measured: for rules that scale a whole tensor: what the norm is taken of. It costs a pass of its own.
+        options: makes of a group the options that ``hyper`` reads, where the group is another optimizer's; None: those
+            of the group itself.
     """
 
     name: str
     direction: Direction
     hyper: Callable[[Mapping[str, Any], int], Hyper]
     measured: Callable[[Elements, Hyper], Tensor] | None = None
+    options: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+
+    def read(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options of ``group`` as ``hyper`` reads them."""
+        return self.options(group) if self.options else group
+
+    @property
+    def plain(self) -> Rule:
+        """The rule that reads its options from a group as it is; kernels know it."""
+        return replace(self, options=None) if self.options else self
 
 
 @dataclass(frozen=True)
@@ -125,6 +137,11 @@ class ParamPlan:
         """State name and format of each moment that is kept, and of the basis of a projection."""
         kept = ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq), ("basis", self.projection)
         return tuple((name, form) for name, form in kept if form is not None)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the rule needs norms over the whole parameter before anything moves."""
+        return self.rule.measured is not None and self.projection is None
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of state of a parameter of this shape and dtype, without its step counter."""

@@ -360,6 +360,25 @@ def test_decay_in_low_precision_is_not_lost(case: Case) -> None:
     assert (p.abs() < start.abs()).float().mean() > 0.9 or case.spec.name == "adam"
 
 
+@pytest.mark.parametrize("decays", [False, True], ids=["update", "decay"])
+@crossed
+def test_small_steps_add_up_in_fp32_and_are_lost_in_bf16(case: Case, decays: bool) -> None:
+    """1e-5 of a weight, 200 times, by gradients or by decay alone. Rounded to nearest, 16 bits do not hold it; torch's
+    own optimizers lose it as well, so that small rates want fp32 weights."""
+    for dtype in (torch.float32, torch.bfloat16):
+        p = Parameter(torch.ones(24, 520, dtype=dtype))
+        optimizer = case.create([p], lr=1e-5, weight_decay=1.0 if decays else 0.0)
+        for _ in range(200):
+            p.grad = torch.zeros_like(p) if decays else torch.ones_like(p)
+            optimizer.step()
+        if dtype == torch.bfloat16:
+            assert (p == 1).all()
+            continue
+        assert p.double().mean() < 1 - 1e-6
+        if decays and not case.coupled:
+            torch.testing.assert_close(p.detach(), torch.full_like(p, (1 - 1e-5) ** 200), rtol=0, atol=2e-5)
+
+
 @crossed
 def test_long_run_with_heavy_tails_stays_stable(case: Case) -> None:
     """A thousand noisy steps with outliers around a quadratic: ends near the optimum, as the namesake does."""

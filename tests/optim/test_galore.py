@@ -226,6 +226,23 @@ def test_bytes_are_what_the_docstring_says() -> None:
         assert daypack.state_report(optimizer).bytes_per_param == pytest.approx(bound, abs=0.011), inner
 
 
+@pytest.mark.parametrize(("inner", "remedy"), [("adamw", "torch.optim.AdamW"), ("gefen", "daypack.create")])
+def test_without_a_rank_one_warning_says_that_nothing_is_projected(inner: str, remedy: str) -> None:
+    p = Parameter(torch.ones(64, 64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        daypack.materialize_state(daypack.GaLore([p], inner=inner))
+    (only,) = (str(warning.message) for warning in caught)
+    assert "projects nothing: no group has a rank" in only
+    assert remedy in only
+    plan = daypack.plan([(64, 64)], optimizers=[f"galore:inner={inner}", f"galore:inner={inner}:rank=4"])
+    said = [any("projects nothing" in note for note in row.notes) for row in plan.rows]
+    assert said == [True, False]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        daypack.GaLore([{"params": [p], "rank": 4}], inner=inner)
+
+
 def test_inner_adamw_without_rank_is_adamw() -> None:
     p, q = (Parameter(noise((40, 24), "p").float()) for _ in range(2))
     ours, theirs = daypack.GaLore([p], lr=1e-2), torch.optim.AdamW([q], lr=1e-2)
@@ -257,9 +274,12 @@ def test_inner_options_are_checked_and_used() -> None:
     for wrong in ({"no_such": 1}, {"block_size": 0}, {"lr": 0.1}, {"betas": (0.9, 0.9)}, "block_size=64"):
         with pytest.raises(ValueError, match="inner_options"):
             daypack.GaLore([p], inner="gefen", inner_options=wrong)  # type: ignore[arg-type]
-    for inner in ("galore", "lamb", "sgd", "nothing"):
-        with pytest.raises(ValueError, match="inner"):
+    for inner in ("galore", "lamb", "adam_mini"):
+        with pytest.raises(ValueError, match=f"inner='{inner}' of GaLore does not fit: .*; take inner="):
             daypack.GaLore([p], inner=inner)
+    for wrong_inner in ("sgd", "nothing", None):
+        with pytest.raises(ValueError, match="inner of GaLore must be 'adamw' or 'gefen'"):
+            daypack.GaLore([p], inner=wrong_inner)  # type: ignore[arg-type]
     for option, wrong in (("rank", 0), ("rank", 2.0), ("update_proj_gap", 0), ("scale", -1.0)):
         with pytest.raises(ValueError, match=option):
             daypack.GaLore([p], **{option: wrong})
@@ -323,8 +343,6 @@ def test_flat_partitions_are_warned_of_where_they_would_be_projected() -> None:
         warnings.simplefilter("error")
         other = torch.nn.Parameter(torch.ones(8, 8))
         daypack.materialize_state(daypack.GaLore([{"params": [flat], "rank": None}, {"params": [other], "rank": 2}]))
-    with pytest.warns(UserWarning, match="saves nothing: no group has a rank"):
-        daypack.materialize_state(daypack.GaLore([flat]))
 
 
 REPLICA = """

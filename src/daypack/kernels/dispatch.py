@@ -65,6 +65,7 @@ class Work:
         chosen = np.array([kernel == "native" for kernel in self.kernels], bool)
         self._native, self._rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
         self._batch = native.Batch([updates[i] for i in self._native]) if len(self._native) else None
+        self._projected = [i for i in self._native.tolist() if updates[i].plan.projection]
         self.settled = False
 
     @property
@@ -94,9 +95,7 @@ class Work:
         if self._batch is not None:
             totals[self._native] = self._batch.observe()
         totals[self._rest] = _numbers([reference.observe(update) for update in self.rest])
-        for update, total in zip(self.updates, totals.tolist(), strict=True):
-            # A sum over 0 says that a gradient is not zero; a sum of 0 says nothing, because squares vanish.
-            update.zero = False if total > 0 else None
+        _note_zeros(self.updates, totals)
         return totals
 
     def step(self) -> NDArray[np.bool_]:
@@ -104,14 +103,20 @@ class Work:
 
         For updates that need no decision between the passes: gradients are read again while they are in the cache.
         """
+        if any(self.updates[i].state["basis_left"] == 0 for i in self._projected):
+            finite = np.isfinite(self.observe())
+            self.apply(finite)
+            return finite
         finite = np.ones(len(self.updates), bool)
         if self._batch is not None:
             finite[self._native] = self._batch.step()
-        finite[self._rest] = np.isfinite(_numbers([reference.observe(update) for update in self.rest]))
+        totals = np.array(_numbers([reference.observe(update) for update in self.rest]))
+        finite[self._rest] = np.isfinite(totals)
+        _note_zeros(self.rest, totals)
         stepped = [self.updates[i] for i in self._rest if finite[i]]
         for update in stepped:
             reference.combine(update)
-            reference.apply(update, reference.measure(update) if reference.measures(update) else None)
+            reference.apply(update, reference.measure(update) if update.plan.measures else None)
         return finite
 
     def apply(self, admitted: NDArray[np.bool_], last: bool = True, add_up: AddUp | None = None) -> None:
@@ -126,9 +131,12 @@ class Work:
             reference.combine(update)
         measured = self._batch.measure(admitted[self._native]) if self._batch is not None else {}
         squares = {id(self._batch.updates[k]): part for k, part in measured.items()} if self._batch else {}
-        squares |= {id(update): reference.measure(update) for update in stepped if reference.measures(update)}
+        squares |= {id(update): reference.measure(update) for update in stepped if update.plan.measures}
         if add_up is not None:
             squares = add_up(squares)
+        for i in self._projected:
+            if admitted[i]:
+                reference.refresh(self.updates[i])
         if self._batch is not None:
             for k, part in measured.items():
                 part.copy_(squares[id(self._batch.updates[k])])  # where the kernels read them
@@ -154,13 +162,19 @@ def _choose(update: Update) -> Kernel:
     fused = {"native": True, "reference": False}.get(_forced.get() or "", update.group["fused"])
     if fused is False:
         return "reference"
-    refused = "no native kernel steps through a projection" if update.plan.projection else native.refusal(update)
+    refused = native.refusal(update)
     if refused and fused and update.whole.grad is not None:  # a gradient that only other ranks have has no memory here
         raise ValueError(
             f"fused=True, but {refused} (parameter {update.name}); use fused=None (the fastest available) or "
             "fused=False (the torch reference)"
         )
     return "reference" if refused else "native"
+
+
+def _note_zeros(updates: list[Update], totals: NDArray[np.float64]) -> None:
+    """A sum of g^2 over 0 says that a gradient is not zero; a sum of 0 says nothing, because squares vanish."""
+    for update, total in zip(updates, totals.tolist(), strict=True):
+        update.zero = False if total > 0 else None
 
 
 def _numbers(totals: list[Tensor]) -> list[float]:

@@ -44,7 +44,7 @@ from daypack.kernels.tables import (
 )
 from daypack.update import Update
 
-INTERFACE = 3
+INTERFACE = 4
 
 
 _gradient = attrgetter("grad")
@@ -156,11 +156,12 @@ class Batch:
     def __init__(self, updates: list[Update]) -> None:
         self.updates = updates
         self.params = [update.param for update in updates]
-        rules = {id(update.group): (update.group, update.plan.rule) for update in updates}
+        keys = [(id(update.group), update.plan.projection is not None) for update in updates]
+        rules = {key: (u.group, u.plan.rule, key[1]) for key, u in zip(keys, updates, strict=True)}
         self.groups = list(rules.values())
         index = {key: i for i, key in enumerate(rules)}
         table = self.table = np.zeros(len(updates), PARAM)
-        table["options"] = [index[id(update.group)] for update in updates]
+        table["options"] = [index[key] for key in keys]
         table["param"] = [p.data_ptr() for p in self.params]
         table["param_type"] = [TYPES[p.dtype] for p in self.params]
         table["grad_type"] = [TYPES[update.grad.dtype] for update in updates]
@@ -174,6 +175,9 @@ class Batch:
         table["v_kind"] = [v_kind(update.plan.exp_avg_sq) for update in updates]
         for name, moment in (("map", "exp_avg"), ("v_map", "exp_avg_sq")):
             table[name] = [_map_of(getattr(update.plan, moment)) for update in updates]
+        for i, projection in enumerate(update.plan.projection for update in updates):
+            if projection:
+                table["rank"][i], table["full_rows"][i], table["full_cols"][i] = projection.rank, *projection.shape
         self._set_lines()
         self.squares = np.zeros((len(updates), 2), np.float64)
         table["squares"] = self.squares.ctypes.data + 16 * np.arange(len(updates), dtype=np.uint64)
@@ -257,7 +261,7 @@ class Batch:
 
     def measure(self, active: NDArray[np.bool_]) -> dict[int, Tensor]:
         """Squares that the rules of updates marked by ``active`` measure, by index; views of what `apply` reads."""
-        chosen = [int(i) for i in np.flatnonzero(active) if self.updates[i].plan.rule.measured]
+        chosen = [int(i) for i in np.flatnonzero(active) if self.updates[i].plan.measures]
         if chosen:
             options, flags = self._options(), active.astype(np.uint8)
             bad = loaded().daypack_measure(*self._params(), address(options), address(flags), torch.get_num_threads())

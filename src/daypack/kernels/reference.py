@@ -34,7 +34,8 @@ def _chunks(update: Update) -> Iterator[Chunk]:
 
 
 def _hyper(update: Update, step: int) -> Hyper:
-    return update.plan.rule.hyper(update.group, step)
+    rule = update.plan.rule
+    return rule.hyper(rule.read(update.group), step)
 
 
 def is_zero(update: Update) -> bool:
@@ -80,7 +81,7 @@ def apply(update: Update, squares: Tensor | None = None) -> None:
     """Second pass: moments, the rule, decoupled decay and one rounding of the parameter.
 
     Args:
-        squares: of the whole tensor, from `measure`, where the rule `measures`.
+        squares: of the whole tensor, from `measure`, where the plan `measures`.
     """
     plan, state, view = update.plan, update.state, update.view
     if plan.projection:
@@ -120,11 +121,6 @@ def _reader(update: Update, hyper: Hyper) -> Callable[[Chunk], Elements]:
     return elements
 
 
-def measures(update: Update) -> bool:
-    """Whether the rule needs norms over whole tensors, so that `measure` has to come before `apply`."""
-    return update.plan.rule.measured is not None and update.plan.projection is None
-
-
 def measure(update: Update) -> Tensor:
     """Squares of the parameter and of what the rule measures, added up here: fp64 ``[2]``. A pass of its own."""
     measured, hyper = update.plan.rule.measured, _hyper(update, update.steps)
@@ -138,6 +134,13 @@ def measure(update: Update) -> Tensor:
     return squares
 
 
+def refresh(update: Update) -> None:
+    """Take a new basis from the gradient if the old one has served its time and the gradient is not all zeros."""
+    projection = update.plan.projection
+    if projection and update.state["basis_left"] == 0 and not is_zero(update):
+        projection.refresh_(update)
+
+
 def _apply_projected(update: Update, projection: Projection) -> None:
     """Step a low-rank stand-in of the parameter, and bring where it went back to the parameter."""
     # An all-zero gradient has no directions to offer, and does not use the basis up.
@@ -145,7 +148,7 @@ def _apply_projected(update: Update, projection: Projection) -> None:
     low = stepped(update) if served else projection.stand_in(update)
     observe(low)
     combine(low)
-    apply(low, measure(low) if measures(low) else None)
+    apply(low, measure(low) if low.plan.measures else None)
     projection.write_back_(update, low.param)
     if served:
         update.state["basis_left"].sub_(1).clamp_(min=0)

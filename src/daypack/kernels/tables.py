@@ -24,11 +24,12 @@ LARGEST_BLOCK = 4096
 
 _POINTERS = ["param", "grad", "step", "codes", "scale", "codebook", "map", "exp_avg", "exp_avg_sq"]
 _POINTERS += ["v_codes", "v_scale", "v_map", "row", "col", "block", "owners", "sizes", "sums", "squares"]
+_POINTERS += ["basis", "basis_left"]
 _NUMBERS = ["matrices", "rows", "cols", "first", "whole_rows", "block_size", "groups", "numel"]
-_NUMBERS += ["v_block_size", "v_kind", "param_type", "grad_type", "options"]
+_NUMBERS += ["v_block_size", "v_kind", "param_type", "grad_type", "options", "rank", "full_rows", "full_cols"]
 PARAM = np.dtype([(name, np.uint64) for name in _POINTERS] + [(name, np.int64) for name in _NUMBERS])
 _OPTIONS = ["lr", "beta1", "beta2", "eps", "weight_decay", "sign", "rule", "dampening", "nesterov", "trust_ratio"]
-_OPTIONS += ["beta2_decay", "relative_step", "scale_parameter", "smallest_scale", "clip"]
+_OPTIONS += ["beta2_decay", "relative_step", "scale_parameter", "smallest_scale", "clip", "whole_decay", "scale"]
 OPTIONS = np.dtype([(name, np.float64) for name in _OPTIONS])
 _FORMATS = {type(None), Dense, BlockQuantized, Factored, BlockMean, LineMean}
 _RULES = {ADAMW: 0, ADAM: 1, SGD: 2, LION: 3, LAMB: 4, ADAFACTOR: 5}
@@ -48,6 +49,8 @@ FIELDS = {
     "exp_avg_sq_row": "row",
     "exp_avg_sq_col": "col",
     "exp_avg_sq_block": "block",
+    "basis": "basis",
+    "basis_left": "basis_left",
 }
 
 
@@ -74,15 +77,22 @@ def v_block_size(update: Update) -> int:
     return int(update.state.get(BLOCK_SIZE, 0)) or default_block_size(update.view.cols)
 
 
-def options_of(group: Any, rule: Rule) -> tuple[float, ...]:
-    """The fields of `OPTIONS`; what the rule does not know is 0."""
+def options_of(whole: Any, translated: Rule, projected: bool) -> tuple[float, ...]:
+    """The fields of `OPTIONS` from a group and a rule; what the rule does not know is 0.
+
+    Args:
+        projected: for a stand-in, which does not decay itself.
+    """
+    group, rule = translated.read(whole), translated.plain
     numbers = {name: group.get(name, 0.0) for name in _OPTIONS}
     numbers.update(sign=-1.0 if group["maximize"] else 1.0, rule=_RULES[rule])
+    if projected:
+        numbers.update(weight_decay=0.0, whole_decay=whole["weight_decay"])
     if "betas" in group:
         numbers["beta1"], numbers["beta2"] = group["betas"]
-    if rule is SGD:
+    if rule == SGD:
         numbers["beta1"] = group["momentum"]
-    if rule is ADAFACTOR:
+    if rule == ADAFACTOR:
         eps, numbers["smallest_scale"] = group["eps"]
         numbers["eps"] = torch.finfo(torch.float32).eps if eps is None else eps
         numbers["beta1"], numbers["clip"] = group["beta1"] or 0.0, group["d"]
@@ -91,15 +101,15 @@ def options_of(group: Any, rule: Rule) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def refusal_of_formats(plan: ParamPlan) -> str | None:
-    m, v = plan.exp_avg, plan.exp_avg_sq
-    if plan.rule not in _RULES or not {type(m), type(v)} <= _FORMATS:  # not what was derived from them either
-        return f"no native kernel for the rule {plan.rule.name}"
-    if plan.rule in (SGD, LION):
+    m, v, rule = plan.exp_avg, plan.exp_avg_sq, plan.rule.plain
+    if rule not in _RULES or not {type(m), type(v)} <= _FORMATS:  # not what was derived from them either
+        return f"no native kernel for the rule {rule.name}"
+    if rule in (SGD, LION):
         fits = m is not None and v is None
     else:
-        fits = (m is not None or plan.rule is ADAFACTOR) and v is not None
-    if not fits or (plan.rule is ADAM and v is not None and v.statistics):
-        return f"no native kernel for the rule {plan.rule.name} with these moments"
+        fits = (m is not None or rule == ADAFACTOR) and v is not None
+    if not fits or (rule == ADAM and v is not None and v.statistics):
+        return f"no native kernel for the rule {rule.name} with these moments"
     coded = [form for form in (m, v) if isinstance(form, BlockQuantized)]
     if any(form.block_size > LARGEST_BLOCK for form in coded) or len({form.block_size for form in coded}) > 1:
         return f"no native kernel for blocks over {LARGEST_BLOCK} elements, or of different sizes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,14 +24,19 @@ from daypack.optim.options import (
 )
 from daypack.projection import project
 from daypack.rules import ADAMW
-from daypack.update import Hyper, ParamPlan, Rule
+from daypack.update import ParamPlan, Rule
 
 #: Options of GaLore that the inner optimizer takes over where it has them.
 SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")
 #: Options of inner optimizers that read the parameter itself, which a stand-in is not, or override the learning rate.
 NEUTRAL = {"scale_parameter": False, "relative_step": False}
-#: What makes no sense around a stand-in: GaLore itself, ratios to the norm of the parameter, blocks of its rows.
-UNFIT = ("galore", "lamb", "adam_mini")
+#: What makes no sense around a stand-in, why, and what to take.
+UNFIT = {
+    "galore": "a stand-in is not projected again; take inner='adamw' or 'gefen'",
+    "lamb": "its step is as long as the parameter, and a stand-in starts at zero; take inner='adamw', or daypack.LAMB",
+    "adam_mini": "its heads and neurons are rows of the parameter, which a stand-in has not; take inner='gefen', whose "
+    "second moment is shared too, or daypack.AdamMini",
+}
 #: Matrices with fewer elements stay dense without a word where projecting them saves nothing.
 WORTH_SAYING = 4096
 
@@ -45,16 +51,19 @@ class GaLore(CompressedOptimizer):
     Gefen, 0.64 at an eighth. Above a fifth of its rank Gefen's own 1.02 is less, and the matrix steps whole.
 
     Everything else runs the inner optimizer plainly: groups without a rank, vectors, three and more dims (convolutions,
-    stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once.
+    stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once. These
+    step at ``lr``; what is projected steps at ``scale`` times it, as in galore-torch, where parameters of groups
+    without a rank take the plain rate too. Where few matrices of a group are projected the two rates fight each other:
+    give a rank to groups of large matrices alone, or take ``scale=1`` with a lower lr.
 
     Args:
         params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: as in
-            `daypack.Gefen`; fused True is an error for projected parameters. ``weight_decay`` is decoupled and applies
-            to the whole parameter.
+            `daypack.Gefen`. ``weight_decay`` is decoupled and applies to the whole parameter.
         inner: ``"adamw"`` or the name of another of our optimizers, ``"gefen"`` for instance.
         inner_options: options of the inner optimizer that have no counterpart here, such as ``{"block_size": 128}``.
-        rank: directions that are kept, at most the shorter side; None: the group is not projected.
+        rank: directions that are kept, at most the shorter side; None: the group is not projected, and if none is,
+            a warning says so.
         update_proj_gap: gradients (finite and not all zero) of a parameter that one basis serves.
         scale: factor of the projected update (the paper's alpha).
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
@@ -103,9 +112,19 @@ class GaLore(CompressedOptimizer):
         spill_dir: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
+        if all(group["rank"] is None for group in self.param_groups):
+            alone = "torch.optim.AdamW" if inner == "adamw" else f"daypack.create({inner!r}, ...)"
+            warnings.warn(
+                "GaLore projects nothing: no group has a rank, so that it takes as much state as its inner optimizer "
+                f"{inner!r}; give groups of matrices a rank, such as an eighth of their shorter side, or use {alone}",
+                stacklevel=2,
+            )
 
     def check_options(self, group: Group, where: str) -> None:
         check_adamw(group, where)
+        unfit = UNFIT.get(group["inner"]) if isinstance(group["inner"], str) else None
+        if unfit:
+            raise ValueError(f"inner={group['inner']!r} of {where} does not fit: {unfit}")
         check_choice(group, "inner", inner_names(), where)
         if group["rank"] is not None:
             check_positive(group, "rank", where)
@@ -130,15 +149,15 @@ class GaLore(CompressedOptimizer):
         shape = tuple(param.shape)
         plan = self.plan(param.shape, param.dtype, group, name)
         if param.numel() >= WORTH_SAYING and project(shape, group["rank"]) and plan.projection is None:
-            return f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole"
+            return (
+                f"would save nothing at rank {group['rank']} (basis and low-rank state together) and steps whole, at "
+                "the full learning rate and not at `scale` of it; give a rank to groups of larger matrices alone"
+            )
         if group["rank"] is not None:
             return super().caveat(param, group, name)
         inner = _Inner.of(group)
         optimizer = _optimizer(inner)
-        if isinstance(optimizer, CompressedOptimizer):
-            return optimizer.caveat(param, inner.group(group), name)
-        unprojected = all(each["rank"] is None for each in self.param_groups)
-        return "projects nothing and saves nothing: no group has a rank" if unprojected else None
+        return optimizer.caveat(param, inner.group(group), name) if isinstance(optimizer, CompressedOptimizer) else None
 
 
 def inner_names() -> tuple[str, ...]:
@@ -188,8 +207,6 @@ class _Inner:
             return ParamPlan(ADAMW, Dense(), Dense())
         planned = optimizer.plan_partition if flat else optimizer.plan
         plan = planned(shape, dtype, self.group(group), name)
-        if plan.rule is ADAMW:  # It reads SHARED alone, so that kernels may know it.
-            return plan
         return replace(plan, rule=_translated(plan.rule, self))
 
 
@@ -215,8 +232,4 @@ def _shares(option: str, defaults: Mapping[str, Any]) -> bool:
 @lru_cache(maxsize=256)
 def _translated(rule: Rule, inner: _Inner) -> Rule:
     """``rule`` reading its options from a group of GaLore's."""
-
-    def hyper(group: Mapping[str, Any], step: int) -> Hyper:
-        return rule.hyper(inner.group(group), step)
-
-    return replace(rule, hyper=hyper)
+    return replace(rule, options=inner.group)

@@ -1,0 +1,145 @@
+// Projected parameters: a stand-in of low rank takes the step that its rule makes, and what it moved comes back to the
+// parameter; see src/daypack/projection.py.
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <numeric>
+
+#include "passes.h"
+
+namespace daypack {
+namespace {
+
+// Parameters up to this size are one task each, with memory of its own.
+constexpr int64_t SMALL = 1 << 17;
+
+// What one projected parameter after the other needs while it is stepped: the stand-in and its gradient, the basis turned,
+// and for each thread what a block of a product is computed in.
+class Room {
+ public:
+  Room(int64_t low, int64_t basis, int64_t lanes)
+      : memory_(new float[static_cast<size_t>(lanes * PRODUCT_SCRATCH + 2 * low + basis + LINE)]) {
+    const auto at = reinterpret_cast<uintptr_t>(memory_.get()) / sizeof(float);
+    first_ = memory_.get() + (LINE - at % LINE) % LINE;
+    grad_ = first_ + lanes * PRODUCT_SCRATCH;
+    moved_ = grad_ + low;
+    turned_ = moved_ + low;
+  }
+
+  float* grad() { return grad_; }
+  float* moved() { return moved_; }
+  float* turned() { return turned_; }
+  float* lane(int64_t index) { return first_ + index * PRODUCT_SCRATCH; }
+
+ private:
+  static constexpr int64_t LINE = 16;  // floats in a cache line, at which each lane begins
+  static_assert(PRODUCT_SCRATCH % LINE == 0, "lanes are whole cache lines");
+
+  std::unique_ptr<float[]> memory_;
+  float *first_, *grad_, *moved_, *turned_;
+};
+
+int64_t shorter(const DaypackParam& d) { return d.full_rows < d.full_cols ? d.full_rows : d.full_cols; }
+
+// All blocks of a product; the sum of squares of the factor that is measured. Any thread may compute any block.
+double multiply(const Product& x, Room& room, int threads) {
+  const int64_t across = parts(x.b.cols, PRODUCT_COLS), blocks = parts(x.a.rows, PRODUCT_ROWS) * across;
+  std::vector<double> squares(static_cast<size_t>(blocks));
+  std::atomic<int64_t> next{0};
+  parallel_for(blocks < threads ? blocks : threads, threads, [&](int64_t lane) {
+    for (int64_t i = next.fetch_add(1); i < blocks; i = next.fetch_add(1)) {
+      const int64_t row = i / across * PRODUCT_ROWS, col = i % across * PRODUCT_COLS;
+      squares[static_cast<size_t>(i)] =
+          kernels().multiply(x, row, row + PRODUCT_ROWS < x.a.rows ? row + PRODUCT_ROWS : x.a.rows, col,
+                             col + PRODUCT_COLS < x.b.cols ? col + PRODUCT_COLS : x.b.cols, room.lane(lane));
+    }
+  });
+  return std::accumulate(squares.begin(), squares.end(), 0.0);
+}
+
+template <class Raw>
+bool all_zero(const void* x, int64_t count) {
+  constexpr Raw SIGN = static_cast<Raw>(Raw{1} << (8 * sizeof(Raw) - 1));
+  const Raw* bits = static_cast<const Raw*>(x);
+  int64_t i = 0;
+  while (i < count && (bits[i] & static_cast<Raw>(~SIGN)) == 0) ++i;
+  return i == count;
+}
+
+bool is_zero(const DaypackParam& d) {
+  const int64_t count = d.full_rows * d.full_cols;
+  return d.grad_type == DAYPACK_FP32 ? all_zero<uint32_t>(d.grad, count) : all_zero<uint16_t>(d.grad, count);
+}
+
+// Both passes over one parameter, which is left as it is if its sum of g^2, the result, is not finite.
+float step_one(const DaypackParam& d, const DaypackOptions* options, const Codec* const* codec, Room& room, int threads) {
+  const DaypackOptions& o = options[d.options];
+  const bool tall = d.full_rows >= d.full_cols;
+  const int64_t length = shorter(d);
+  for (int64_t i = 0; i < length; ++i)
+    for (int64_t j = 0; j < d.rank; ++j) room.turned()[j * length + i] = d.basis[i * d.rank + j];
+  const Matrix gradient{d.grad, d.grad_type, d.full_rows, d.full_cols}, moved{room.moved(), DAYPACK_FP32, d.rows, d.cols};
+  const Matrix basis{d.basis, DAYPACK_FP32, length, d.rank}, turned{room.turned(), DAYPACK_FP32, d.rank, length};
+
+  Product down{tall ? gradient : turned, tall ? basis : gradient, room.grad(), nullptr, 0, 0, 0, tall ? LEFT : RIGHT};
+  const auto total = static_cast<float>(multiply(down, room, threads));
+  if (!std::isfinite(total)) return total;
+  DaypackParam low = d;
+  low.param = room.moved();
+  low.grad = room.grad();
+  low.param_type = low.grad_type = DAYPACK_FP32;
+  low.rank = 0;
+  std::memset(room.moved(), 0, static_cast<size_t>(elements(d)) * sizeof(float));
+  float of_low = 0;
+  observe(&low, 1, options, threads, &of_low);
+  if (measures(o)) measure(&low, 1, options, codec, nullptr, threads);
+  apply(&low, 1, options, codec, nullptr, threads);
+
+  const auto kept = static_cast<float>(1 - o.lr * o.whole_decay), scale = static_cast<float>(o.scale);
+  multiply({tall ? moved : basis, tall ? turned : moved, nullptr, d.param, d.param_type, kept, scale, NEITHER}, room, threads);
+  // An all-zero gradient does not use the basis up; squares of tiny ones may vanish.
+  if (*d.basis_left > 0 && (total > 0 || !is_zero(d))) --*d.basis_left;
+  return total;
+}
+
+}  // namespace
+
+DaypackParam unprojected(const DaypackParam& d) {
+  DaypackParam whole = d;
+  if (d.rank == 0) return whole;
+  whole.matrices = 1;
+  whole.rows = d.full_rows;
+  whole.cols = d.full_cols;
+  whole.v_kind = DAYPACK_OWN;
+  whole.codes = whole.v_codes = nullptr;
+  return whole;
+}
+
+void step_projected(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
+                    const uint8_t* active, int threads, float* totals) {
+  std::vector<int64_t> small, large;
+  for (int64_t i = 0; i < count; ++i)
+    if (params[i].rank > 0 && (active == nullptr || active[i] != 0))
+      (params[i].full_rows * params[i].full_cols <= SMALL ? small : large).push_back(i);
+  const auto step = [&](int64_t i, Room& room, int helpers) {
+    const float total = step_one(params[i], options, codecs + i, room, helpers);
+    if (totals != nullptr) totals[i] = total;
+  };
+  if (!large.empty()) {
+    int64_t low = 0, basis = 0;
+    for (int64_t i : large) {
+      low = larger(low, elements(params[i]));
+      basis = larger(basis, shorter(params[i]) * params[i].rank);
+    }
+    Room room(low, basis, threads);
+    for (int64_t i : large) step(i, room, threads);
+  }
+  parallel_for(static_cast<int64_t>(small.size()), threads, [&](int64_t index) {
+    const DaypackParam& d = params[small[static_cast<size_t>(index)]];
+    Room room(elements(d), shorter(d) * d.rank, 1);
+    step(small[static_cast<size_t>(index)], room, 1);
+  });
+}
+
+}  // namespace daypack
