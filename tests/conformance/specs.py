@@ -109,6 +109,7 @@ LAMB = {
     "loss_goes_down_as_with_the_namesake@": "its steps are relative to the parameter, and want another rate",
 }
 GALORE = {
+    "training_is_quiet@whole": "it says that nothing is projected; tests/optim/test_galore.py",
     "state_of_another_shape_is_refused@low": "a low shape has one dim of two; tests/optim/test_galore.py",
     "adapter_whose_first_gradient_is_zero_trains@low": "four directions; tests/optim/test_galore.py",
     "coordinates_without_gradient_do_not_drift@low": "a direction of the basis moves whole rows",
