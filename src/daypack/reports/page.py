@@ -1,13 +1,12 @@
-"""A result as one self-contained HTML file: no script, no request, light and dark, desktop and phone."""
+"""The result of a comparison, or of one run, as a page of HTML."""
 
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from daypack.reports.curve import DARK, LIGHT, curve_svg
+from daypack.reports.html import render
 from daypack.reports.table import cells
 from daypack.reports.verdict import caveat, headline, ratio, sentence
 from daypack.training.compare import Summary, summarise
@@ -39,14 +38,9 @@ class Provenance:
 def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
     """The HTML of a comparison or, with one result, of a single run."""
     summaries = summarise(results)
-    environment = Environment(
-        loader=PackageLoader("daypack.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
+        provenance.name,
         headline=headline(summaries),
         sentences=[sentence(summary, summaries[0]) for summary in summaries[2:]],
         caveat=caveat(summaries),
