@@ -225,14 +225,8 @@ class CompressedOptimizer(Optimizer):
             for group in self.param_groups
         ]
         sizes = [len(group["params"]) for group in self.param_groups]
-        return (
-            list(map(id, params)),
-            list(map(id, self.param_groups)),
-            list(map(id, self.state.values())),
-            sizes,
-            options,
-            dispatch.forced(),
-        )
+        kept = [list(map(id, things)) for things in (params, self.param_groups, self.state.values())]
+        return kept, sizes, options, dispatch.forced()
 
     def _updates(self) -> list[Update]:
         """One `Update` for each parameter with a gradient, once all of them were checked."""
@@ -332,6 +326,10 @@ class CompressedOptimizer(Optimizer):
         work.settled = all(map(self._calibration.is_done, work.updates))
         return changed
 
+    def wait(self) -> None:
+        """Return once state that is on its way home from a step is there, to be read (``placement="paged"``)."""
+        self._placements.wait()
+
     def kernels(self) -> dict[Tensor, str]:
         """Which kernel took each parameter at the last step: ``"native"`` or ``"reference"``."""
         work = self._work
@@ -341,7 +339,7 @@ class CompressedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; shapes follow from the parameters' shapes, and ``torch.load(weights_only=True)`` reads it."""
-        self._placements.wait()
+        self.wait()
         live = self.state
         reachable = [p for _, _, p in self._params() if p in live]
         # Entries of tensors that a wrapper took out of the groups cannot be named, and torch would fail on them.

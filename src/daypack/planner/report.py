@@ -99,12 +99,12 @@ def state_report(optimizer: Optimizer) -> StateReport:
             if not state and not p.requires_grad:
                 continue
             name = names[i] if names else f"group {g}, parameter {i}"
-            components = {str(key): _nbytes(value, seen) for key, value in state.items()}
+            components = {str(key): value_bytes(value, seen) for key, value in state.items()}
             entries.append(ParamState(name, tuple(to_local(p).shape), p.dtype, components, kernels.get(p, "")))
     return StateReport(tuple(entries))
 
 
-def _nbytes(value: Any, seen: set[int]) -> int:
+def value_bytes(value: Any, seen: set[int]) -> int:
     """Bytes of a state value: a tensor's elements, 8 for a plain number."""
     if not isinstance(value, Tensor):
         return 8 if isinstance(value, (int, float)) else 0
