@@ -88,7 +88,13 @@ class StateReport:
 
 
 def state_report(optimizer: Optimizer) -> StateReport:
-    """Measure the state of any torch optimizer. Storage that several tensors share is counted once."""
+    """Measure the state of any torch optimizer. Storage that several tensors share is counted once.
+
+    Raises:
+        ValueError: ``optimizer`` is none.
+    """
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise ValueError(f"state_report takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     seen: set[int] = set()
     entries = []
     kernels = optimizer.kernels() if isinstance(optimizer, CompressedOptimizer) else {}

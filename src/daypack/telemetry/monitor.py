@@ -131,7 +131,8 @@ def monitor(
     Raises:
         ValueError: an argument is of another kind.
     """
-    if not isinstance(optimizer, Optimizer):
+    # Wrappers that call themselves optimizers may never have set up the hooks (accelerate).
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise ValueError(
             f"monitor takes a torch.optim.Optimizer, got {type(optimizer).__name__}; if it wraps one, pass that one"
         )
