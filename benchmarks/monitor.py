@@ -12,17 +12,25 @@ import argparse
 import inspect
 import os
 import statistics
+import time
+from collections.abc import Callable
 
 import torch
 from torch.nn import Parameter
 
 import daypack
-from step import OURS, WORKLOADS, contenders, seconds
+from step import OURS, WORKLOADS, contenders
 
 EVERY = 10
 
 
-def run(workload: str, name: str, rounds: int) -> None:
+def seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    step()
+    return clock() - start
+
+
+def run(workload: str, name: str, rounds: int, clock: Callable[[], float]) -> None:
     torch.manual_seed(0)
     grads = [torch.randn(shape) * 1e-3 for shape in WORKLOADS[workload]]
     bare, watched = (contenders()[name]([Parameter(torch.zeros_like(g)) for g in grads]) for _ in range(2))
@@ -34,10 +42,10 @@ def run(workload: str, name: str, rounds: int) -> None:
     hooks, readings, steps = [], [], []
     with daypack.monitor(watched, interval=EVERY):
         for _ in range(rounds):
-            pairs = [(seconds(bare.step), seconds(watched.step)) for _ in range(EVERY)]
-            usual = statistics.median(time for time, _ in pairs)
+            pairs = [(seconds(bare.step, clock), seconds(watched.step, clock)) for _ in range(EVERY)]
+            usual = statistics.median(each for each, _ in pairs)
             steps.append(usual)
-            hooks.append(statistics.median(time for _, time in pairs[:-1]) / usual)
+            hooks.append(statistics.median(each for _, each in pairs[:-1]) / usual)
             readings.append((pairs[-1][1] - usual) / usual)
     hook, reading = statistics.median(hooks), statistics.median(readings)
     interval = inspect.signature(daypack.monitor).parameters["interval"].default
@@ -54,6 +62,7 @@ def main() -> None:
     parser.add_argument("--optimizers", default="gefen,adamw8bit,adamw-fused", help=f"{', '.join(OURS)}, adamw-fused")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--processor", action="store_true", help="processor time, which waiting does not enter")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(
@@ -63,7 +72,7 @@ def main() -> None:
     print(f"{'per 100':>12}{'in all':>9}")
     for workload in options.workloads.split(","):
         for name in options.optimizers.split(","):
-            run(workload, name, options.rounds)
+            run(workload, name, options.rounds, time.process_time if options.processor else time.perf_counter)
 
 
 if __name__ == "__main__":

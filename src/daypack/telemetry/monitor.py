@@ -53,7 +53,6 @@ class Monitor:
         self.readings: deque[Reading] = deque(maxlen=KEPT)
         self._write, self._interval, self._prefix = write, interval, prefix
         self._generator = torch.Generator()
-        self._generator.manual_seed(0)
         self._steps = 0
         self._times: list[float] = []
         self._started = self._since = 0.0
@@ -77,7 +76,10 @@ class Monitor:
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         due = (self._steps + 1) % self._interval == 0
         self._since = self._since or time.perf_counter()
-        self._sample = Sample(optimizer, self._generator) if due else None
+        self._sample = None
+        if due:
+            self._generator.manual_seed(self._count(optimizer))  # the same sample in a run that was resumed
+            self._sample = Sample(optimizer, self._generator)
         self._started = time.perf_counter()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
@@ -94,13 +96,19 @@ class Monitor:
             "skipped": float(skipped - self._skipped),
         }
         self._sample, self._skipped = None, skipped
-        reading = Reading(_count(optimizer) or self._steps, {self._prefix + tag: x for tag, x in values.items()})
+        reading = Reading(self._count(optimizer), {self._prefix + tag: x for tag, x in values.items()})
         self.readings.append(reading)
         for tag, value in reading.values.items():
             if self._write is not None:
                 self._write(tag, value, reading.step)
         self._times.clear()
         self._since = time.perf_counter()
+
+    def _count(self, optimizer: Optimizer) -> int:
+        """The most steps that a parameter has taken, where the state counts them, else those that were seen here."""
+        params = (p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state)
+        steps = (optimizer.state[p].get("step") for p in params)
+        return max((int(step) for step in steps if isinstance(step, (int, float, Tensor))), default=0) or self._steps
 
 
 def monitor(
@@ -149,14 +157,3 @@ def monitor(
 def _skipped(optimizer: Optimizer) -> int:
     """How often a parameter was passed over; only daypack's optimizers do that."""
     return sum(getattr(optimizer, "skipped", {}).values())
-
-
-def _count(optimizer: Optimizer) -> int:
-    """The most steps that a parameter has taken, where the state counts them."""
-    steps = (
-        optimizer.state[p].get("step")
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p in optimizer.state
-    )
-    return max((int(step) for step in steps if isinstance(step, (int, float, Tensor))), default=0)
