@@ -14,8 +14,8 @@ from daypack.training.tasks import kind
 
 #: Where the name of a point may stand beside it, the best place first: points to the right and up, and its alignment.
 _PLACES = (
-    (9, 0, "left"), (-9, 0, "right"), (9, 11, "left"), (-9, 11, "right"), (9, -11, "left"), (-9, -11, "right"),
-    (0, 22, "center"), (0, -22, "center"), (9, 24, "left"), (9, -24, "left"), (-9, 24, "right"), (-9, -24, "right"),
+    (8, 8, "left"), (-8, 8, "right"), (8, -8, "left"), (-8, -8, "right"), (9, 0, "left"), (-9, 0, "right"),
+    (0, 22, "center"), (0, -22, "center"), (9, 22, "left"), (9, -22, "left"), (-9, 22, "right"), (-9, -22, "right"),
 )  # fmt: skip
 #: Half the side of the square that a point takes, pixels.
 _POINT = 6
