@@ -39,11 +39,6 @@ def save_curve(results: Sequence[RunResult], path: Path) -> None:
     draw(results, LIGHT, wide=True).savefig(path, format="png", dpi=150, facecolor=LIGHT.background)
 
 
-def curve_svg(results: Sequence[RunResult], theme: Theme, *, wide: bool) -> bytes:
-    """The figure as an SVG; see `to_svg`."""
-    return to_svg(draw(results, theme, wide=wide))
-
-
 def to_svg(figure: Figure) -> bytes:
     """``figure`` as an SVG with a transparent background; the same figure gives the same bytes."""
     buffer = io.BytesIO()

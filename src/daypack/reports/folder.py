@@ -155,17 +155,19 @@ def rewind_records(folder: Path, step: int) -> list[Record]:
 
 @contextlib.contextmanager
 def watched(optimizer: Optimizer, folder: Path, interval: int | None, step: int) -> Iterator[None]:
-    """Append `daypack.monitor`'s readings to `monitor.jsonl`, a line for each number; None: there are none.
+    """Append `daypack.monitor`'s readings to `monitor.jsonl`, a line for each number.
 
     Args:
+        interval: steps from one reading to the next; None for no readings.
         step: steps done; what an earlier process read after it is dropped.
     """
+    path = folder / READINGS
+    if path.exists():
+        earlier = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_text_whole(path, "".join(line for line in earlier if _step_of(line) <= step))
     if interval is None:
         yield
         return
-    path = folder / READINGS
-    earlier = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    write_text_whole(path, "".join(line for line in earlier if _step_of(line) <= step))
     with path.open("a", encoding="utf-8", buffering=1) as file:
 
         def write(tag: str, value: float, at: int) -> None:

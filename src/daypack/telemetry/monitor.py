@@ -121,7 +121,7 @@ def monitor(
     """Read off ``optimizer``, at every ``interval``-th step, what it stores and what it does. docs/monitor.md.
 
     Bytes of state by format, RMS of the updates, what coding does to the moments, time of the step, and what was not
-    finite. Of each parameter a sample is looked at, so that the cost does not grow with the model. Works with any
+    finite. Of each parameter a sample is looked at, so that the cost does not grow with its size. Works with any
     optimizer of torch; what it does not have is left out. Numbers are those of this process: under DDP and FSDP2 no
     rank is asked for another's.
 

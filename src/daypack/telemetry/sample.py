@@ -23,8 +23,10 @@ from daypack.optim.state_dict import part_of
 from daypack.planner.report import value_bytes
 from daypack.update import Elements, Norms, ParamPlan
 
-#: Elements of each parameter whose movement is measured, and of each stored moment that are decoded.
-ELEMENTS = 1024, 4096
+#: Elements of each parameter whose movement is measured.
+MOVED = 1024
+#: Elements of each coded moment that are decoded, about.
+DECODED = 4096
 #: A moment is decoded over runs of columns of at least this many elements, if its blocks are not longer.
 RUN = 256
 #: Its first moment averages clipped updates, which are not known afterwards.
@@ -50,11 +52,9 @@ class Sample:
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer, generator: torch.Generator) -> None:
-        first, second = ELEMENTS
         # One element of each of so many equal parts: a plain random sample has a larger error.
-        self._places = (torch.arange(first) + torch.rand(first, generator=generator, dtype=torch.float64)) / first
+        self._places = (torch.arange(MOVED) + torch.rand(MOVED, generator=generator, dtype=torch.float64)) / MOVED
         self._corner: list[float] = torch.rand(3, generator=generator).tolist()
-        self._run = second
         self._before = {p: self._elements(p) for group in optimizer.param_groups for p in group["params"]}
         self._moments: dict[Tensor, _Moment] = {}
         for p, _, plan, state, view in _ours(optimizer):
@@ -107,7 +107,6 @@ class Sample:
             for name, form in plan.moments:
                 if not isinstance(form, BlockQuantized):
                     continue
-                low = plan.projection is not None
                 chunk = self._chunk(view, form)
                 stored = form.decode(state, name, view, chunk)
                 extreme = _extreme(form, read(state[name + "_codes"], view, chunk))
@@ -115,7 +114,7 @@ class Sample:
                 for key, flags in ((f"{name}/saturated", extreme), (f"{name}/zero", stored == 0)):
                     totals[key] += weight * float(flags.float().mean())
                     weights[key] += weight
-                before = self._moments.get(p) if name == "exp_avg" and not low else None
+                before = self._moments.get(p) if name == "exp_avg" else None
                 if before is None or int(state["step"]) == before.steps or not _lies_alike(p):
                     continue
                 exact = _first_moment(p, group, plan, view, chunk, before, int(state["step"]))
@@ -130,7 +129,7 @@ class Sample:
         of_matrix, of_row, of_col = self._corner
         start = int(of_col * math.ceil(cols / align)) * align
         stop = min(start + max(RUN // align * align, align), cols)
-        step = max(1, math.ceil(rows * (stop - start) / self._run))
+        step = max(1, math.ceil(rows * (stop - start) / DECODED))
         first = int(of_row * min(step, rows))
         matrix = int(of_matrix * matrices)
         return slice(matrix, matrix + 1), slice(first, rows, step), slice(start, stop)
