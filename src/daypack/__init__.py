@@ -15,6 +15,7 @@ from daypack.optim.registry import create, materialize_state, names
 from daypack.planner.estimate import estimate_state
 from daypack.planner.memory import plan_memory as plan
 from daypack.planner.report import state_report
+from daypack.telemetry import monitor
 
 if TYPE_CHECKING:
     from daypack import checkpoint
@@ -39,6 +40,7 @@ __all__ = [
     "create",
     "estimate_state",
     "materialize_state",
+    "monitor",
     "names",
     "param_groups",
     "plan",

@@ -52,6 +52,11 @@ class Hyper:
     def bias_correction2(self) -> float:
         return 1 - self.beta2**self.step
 
+    def seen(self, g: Tensor, p: Tensor) -> Tensor:
+        """What the rule takes for the gradient: turned round if it ascends, with coupled decay. May be ``g`` itself."""
+        g = -g if self.maximize else g
+        return g.add(p, alpha=self.coupled) if self.coupled else g
+
     def option(self, name: str) -> Any:
         return (self.options or {})[name]
 

@@ -33,6 +33,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def readings(folder: Path) -> dict[tuple[int, str], float]:
+    """What was read at each step under each tag, times apart."""
+    lines = [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
+    return {(line["step"], line["tag"]): line["value"] for line in lines if "optimizer/step_" not in line["tag"]}
+
+
 def checkpoint(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
     return content
@@ -106,7 +112,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     from daypack.training import Job
 
     arguments = ["train", "--optimizer", optimizer, *SMALL, "--data", str(data), "--out", str(tmp_path / "runs")]
-    assert run([*arguments, "--name", "straight", "--checkpoint-every", "3"]) == 0
+    arguments += ["--checkpoint-every", "3", "--monitor", "1"]
+    assert run([*arguments, "--name", "straight"]) == 0
     advance = Job.advance
 
     def fail(job: Job) -> Any:
@@ -117,17 +124,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     with monkeypatch.context() as patch:
         patch.setattr(Job, "advance", fail)
         with pytest.raises(RuntimeError, match="power cut"):
-            run([*arguments, "--name", "cut", "--checkpoint-every", "3"])
+            run([*arguments, "--name", "cut"])
     straight, cut = tmp_path / "runs" / "straight", tmp_path / "runs" / "cut"
     assert checkpoint(cut)["step"] == 3
     capsys.readouterr()
-    assert run(["train", "--resume", str(cut), "--checkpoint-every", "3"]) == 0
+    with (cut / "monitor.jsonl").open("a") as file:
+        file.write('{"step": 5, "ta')  # cut short by the power
+    assert run(["train", "--resume", str(cut), "--checkpoint-every", "3", "--monitor", "1"]) == 0
     assert "going on after step 3 of 8" in capsys.readouterr().out
     varying = {"seconds", "optimizer_ms"}
     one, other = ([{k: v for k, v in line.items() if k not in varying} for line in records(f)] for f in (straight, cut))
     assert one == other
     one, other = ({k: v for k, v in checkpoint(folder).items() if k != "seconds"} for folder in (straight, cut))
     assert_same(one, other)
+    one, other = (readings(folder) for folder in (straight, cut))
+    assert one == other
+    assert [step for step, tag in one if tag == "optimizer/update_rms"] == list(range(1, 9))
     assert (cut / "report.html").exists()
     assert (cut / "loss.png").exists()
     # A finished run can be asked to go on; there is nothing to do, and that is no error.
@@ -223,6 +235,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["nosuch"], ["nosuch", "daypack --help"]),
     (["train", "--optimizer", "nosuch"], ["nosuch", "gefen"]),
     (["train", "--checkpoint-every", "0"], ["--checkpoint-every", "0"]),
+    (["train", "--monitor", "0"], ["--monitor", "0"]),
     (["train", "--lr", "-1"], ["lr", "-1"]),
     (["train", "--data", "nowhere.txt"], ["nowhere.txt"]),
     (["train", "--resume", "nowhere"], ["nowhere"]),

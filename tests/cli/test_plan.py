@@ -51,6 +51,7 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None
         (["--params", "7B", "--parallel", "tensor"], "unknown kind of parallelism"),
         (["--params", "7B", "--plot", "bars.svg"], "--plot writes PNG"),
         (["nowhere/config.json"], "there is no file"),
+        (["torch.nn:Linear"], "torch.nn:Linear failed: TypeError"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
@@ -61,3 +62,20 @@ def test_bad_input_is_one_line_and_code_2(
     assert shown.out == ""
     assert shown.err.count("\n") == 1
     assert problem in shown.err
+
+
+def test_galore_without_a_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--params", "1B", "--optimizers", "galore,galore:rank=128"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- galore")]
+    assert notes == ["- galore: without a rank nothing is projected; plan it as galore:rank=128"]
+
+
+def test_a_terminal_gets_json_without_escape_codes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert run(["plan", "--params", "1B", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert json.loads(shown)["model"] == "1B"

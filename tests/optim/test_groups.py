@@ -81,7 +81,25 @@ def test_every_optimizer_takes_them(name):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="weight_decay must not be negative, got -1"):
+    for model in ([torch.ones(2)], nn.Linear(2, 2).parameters(), None):
+        with pytest.raises(ValueError, match=r"takes a torch\.nn\.Module, .* got (list|generator|NoneType)"):
+            daypack.param_groups(model)
+    with pytest.raises(ValueError, match=r"weight_decay of param_groups must be a number, got '0\.1'"):
+        daypack.param_groups(Model(), weight_decay="0.1")
+    with pytest.raises(ValueError, match="weight_decay of param_groups must not be negative, got -1"):
         daypack.param_groups(Model(), weight_decay=-1)
     with pytest.raises(ValueError, match="no trainable parameter"):
         daypack.param_groups(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_lazy_parameters_are_named_with_the_remedy():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    named = r"0\.weight, 0\.bias of lazy modules have no shape yet; pass one batch"
+    with pytest.raises(ValueError, match=named):
+        daypack.param_groups(model)
+    with pytest.raises(ValueError, match=named):
+        daypack.plan(model)
+    with pytest.raises(ValueError, match=r"0\.weight of lazy"):
+        daypack.Gefen(model.named_parameters())
+    model(torch.ones(1, 3))
+    assert daypack.Gefen(daypack.param_groups(model)).param_groups[0]["params"][0].shape == (4, 3)

@@ -201,8 +201,9 @@ def test_names_and_shapes_alone():
         assert rules(steps(daypack.AdamMini(params, **options))) == expected, options
     with pytest.warns(UserWarning, match=r"layers\.0\.q_proj.*num_heads"):
         assert set(rules(daypack.AdamMini(params)).values()) == {"row"}
-    with pytest.warns(UserWarning, match="heads"):  # 7 divides nothing here
-        steps(daypack.AdamMini(params, head_dim=7))
+    for option in ("head_dim", "num_heads"):  # 7 divides nothing here
+        with pytest.warns(UserWarning, match=rf"finds no heads for {option}=7 in layers\.0\.q_proj\.weight \(64, 64\)"):
+            steps(daypack.AdamMini(params, **{option: 7}))
 
 
 def test_unnamed_parameters_of_any_shape():

@@ -188,9 +188,16 @@ def test_the_next_piece_is_on_its_way_while_one_is_stepped(monkeypatch: pytest.M
 
 def test_what_cannot_be_paged_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     params = {"w": Parameter(torch.ones(64, 512))}
-    nowhere = daypack.LAMB(params.items(), placement="paged", spill_dir=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="nowhere"):
-        train(nowhere, params, [0])
+    nowhere, file = str(tmp_path / "nowhere"), tmp_path / "file"
+    file.touch()
+    for path in (nowhere, str(file)):
+        with pytest.raises(ValueError, match=r"no directory that can be written to: .*create it first"):
+            daypack.LAMB(params.items(), placement="paged", spill_dir=path)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"spill_dir='.*' is for placement='paged'; set that, or leave it out"):
+        daypack.LAMB(params.items(), spill_dir=str(tmp_path))
+    groups = [{"params": [params["w"]], "placement": "paged"}]
+    assert daypack.LAMB(groups, spill_dir=str(tmp_path)).param_groups[0]["spill_dir"] == str(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         full = daypack.LAMB(params.items(), placement="paged", spill_dir=str(tmp_path))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+import daypack
 from daypack.planner.activations import ActivationPlanner, measure
 from daypack.planner.live import LiveTensors
 from daypack.planner.model import from_module, from_shapes
@@ -94,6 +97,26 @@ def test_live_tensors_counts_storages_not_views():
         assert live.bytes == 0
         assert bool((x == 0).all())  # answered for the model's short cuts
     assert live.peak == 400
+
+
+def test_a_convolution_holds_another_copy_of_its_weight_while_it_runs():
+    """Forward: output, weight once more. Backward: both gradients, and the weight's in the library's layout."""
+    model, x = on_meta(lambda: nn.Conv2d(32, 48, 3, padding=1, bias=False)), torch.empty(2, 32, 4, 4, device="meta")
+    weight, output, inputs = 4 * 48 * 32 * 9, 4 * 2 * 48 * 16, 4 * 2 * 32 * 16
+    with LiveTensors([model.weight]) as live:
+        y = model(x.requires_grad_())
+        assert live.peak == output + weight
+        assert live.bytes == output
+        y.backward(torch.empty_like(y))
+    assert live.peak == 2 * output + inputs + weight + weight
+
+
+def test_a_module_that_cannot_be_copied_is_refused_in_one_line():
+    model = nn.Linear(3, 3)
+    model.lock = threading.Lock()
+    for options in ({"lora_rank": 2}, {}):
+        with pytest.raises(ValueError, match=r"Linear cannot be copied to plan for it .*lock"):
+            daypack.plan(model, **options)
 
 
 def test_between_measured_batches_a_line():

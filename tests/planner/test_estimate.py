@@ -129,5 +129,12 @@ def test_bad_options_are_refused():
         daypack.estimate_state([(4, 4)], optimizer="adamw")
     with pytest.raises(ValueError, match="unknown optimizer 'adamini'"):
         daypack.estimate_state([(4, 4)], optimizer="adamini")
+    for wrong in (7, [3, 4], ["ab"], torch.nn.Linear(2, 2), None):
+        with pytest.raises(ValueError, match=r"takes shapes, such as \[p\.shape for p in model\.parameters\(\)\], got"):
+            daypack.estimate_state(wrong)
+    with pytest.raises(ValueError, match=r"dtype of estimate_state must be a torch\.dtype, got 'bf16'"):
+        daypack.estimate_state([(4, 4)], "bf16")
+    with pytest.raises(ValueError, match="at most 1,048,576, got 1,000,000,000,000"):
+        daypack.estimate_state([(4, 4)], block_size=10**12)
     with pytest.raises(TypeError, match="no_such"):
         daypack.estimate_state([(4, 4)], no_such=1)

@@ -54,6 +54,12 @@ def test_shared_storage_is_counted_once_and_frozen_parameters_not_at_all():
     assert report.total_bytes == 2 * 48 + 4
 
 
+@pytest.mark.parametrize("wrong", [nn.Linear(2, 2), {}, None, [torch.ones(2)]])
+def test_only_optimizers_are_measured(wrong):
+    with pytest.raises(ValueError, match=r"takes a torch\.optim\.Optimizer, got (Linear|dict|NoneType|list)"):
+        daypack.state_report(wrong)
+
+
 def test_materialize_names_the_remedy_for_other_optimizers():
     with pytest.raises(ValueError, match="get_optimizer_state_dict"):
         daypack.materialize_state(torch.optim.AdamW([torch.zeros(2, requires_grad=True)]))

@@ -112,8 +112,15 @@ def test_a_function(module):
     ):
         with pytest.raises(ValueError, match=problem):
             load_model(text)
-    with pytest.raises(ValueError, match="cannot read the sample '3,4'"):
-        load_model(f"{module}:net", sample="3,4")
+    for sample in ("3,4", "3x0"):
+        with pytest.raises(ValueError, match=f"cannot read the sample '{sample}'"):
+            load_model(f"{module}:net", sample=sample)
+    with pytest.raises(ValueError, match="leave --sample out"):
+        load_model(f"{module}:pair", sample="8")
+    with pytest.raises(
+        ValueError, match=r"net does not run on the sample 9: RuntimeError: .*; correct it, or leave it out"
+    ):
+        plan_memory(load_model(f"{module}:net", sample="9"), optimizers=["sgd"])
 
 
 @pytest.mark.parametrize(

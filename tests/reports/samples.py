@@ -15,7 +15,9 @@ def result(optimizer: str, seed: int, losses: Sequence[float], state_bytes: int 
         Record(step, loss + 0.1, 1e-3, 1.0, 2.0, float(step), loss) for step, loss in enumerate(losses, start=1)
     )
     settings = config(optimizer=optimizer, seed=seed, steps=len(losses), eval_every=1)
-    return RunResult(settings, records, parameters=1000, state_bytes=state_bytes)
+    return RunResult(
+        settings, records, parameters=1000, state_bytes=state_bytes, weight_bytes=4000, gradient_bytes=4000
+    )
 
 
 def comparison(gap: float = 0.0, seeds: int = 3) -> list[RunResult]:

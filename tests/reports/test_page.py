@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from daypack.reports.curve import DARK, LIGHT, curve_svg, save_curve
+from daypack.reports.curve import DARK, LIGHT, draw, save_curve, to_svg
 from daypack.reports.page import render_page
 from daypack.reports.table import comparison_table
 from daypack.training import RunResult, summarise
@@ -95,7 +95,8 @@ def test_unusual_results_have_a_page_and_a_table(results: list[RunResult], tmp_p
 
 def test_the_same_results_give_the_same_bytes() -> None:
     assert render_page(comparison(), PROVENANCE) == render_page(comparison(), PROVENANCE)
-    assert curve_svg(comparison(), LIGHT, wide=True) != curve_svg(comparison(), DARK, wide=True)
+    light, dark = (to_svg(draw(comparison(), theme, wide=True)) for theme in (LIGHT, DARK))
+    assert light != dark
 
 
 def test_the_table_has_a_row_for_each_optimizer() -> None:

@@ -12,7 +12,14 @@ from tests.training.texts import config, task
 
 def result(optimizer: str, seed: int, loss: float, lr: float = 1e-3) -> RunResult:
     records = (Record(1, 5.0, lr, None, 9.0, 1.0, None), Record(2, 4.0, lr, None, 3.0, 2.0, loss))
-    return RunResult(config(optimizer=optimizer, seed=seed, lr=lr), records, parameters=100, state_bytes=800)
+    return RunResult(
+        config(optimizer=optimizer, seed=seed, lr=lr),
+        records,
+        parameters=100,
+        state_bytes=800,
+        weight_bytes=400,
+        gradient_bytes=400,
+    )
 
 
 def test_mean_and_standard_error() -> None:

@@ -175,12 +175,19 @@ def train(
         str | None, typer.Option(help="Folder of this run below --out.", show_default="the optimizer")
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    monitor: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between readings of the optimizer (state, updates, codes, time), which go to monitor.jsonl.",
+            show_default="none",
+        ),
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
             help="Go on from a run's folder or its checkpoint.pt, bit for bit. The checkpoint has all settings; "
-            "only --data (if the same text has moved), --device, --threads and --eval-every may differ; --parallel "
-            "and --checkpoint-every are to be given again."
+            "only --data (if the same text has moved), --device, --threads and --eval-every may differ; --parallel, "
+            "--checkpoint-every and --monitor are to be given again."
         ),
     ] = None,
 ) -> int:
@@ -208,7 +215,8 @@ def train(
         "threads": threads,
         "parallel": parallel,
     }
-    return train_command.run(given, out=out, name=name, resumed=resume, checkpoint_every=checkpoint_every)
+    every = train_command.Every(checkpoint_every, monitor)
+    return train_command.run(given, out=out, name=name, resumed=resume, every=every)
 
 
 for command, usage in state_commands.COMMANDS.items():

@@ -8,6 +8,7 @@ import typer
 
 import daypack
 from daypack.cli.progress import make_console
+from daypack.planner.devices import GPUS
 from daypack.planner.lora import ALL_LINEAR
 from daypack.planner.memory import SEQUENCE, plan_memory
 from daypack.planner.parallel import KINDS
@@ -31,7 +32,7 @@ def plan(
         ),
     ] = None,
     params: Annotated[str | None, typer.Option(help="Instead of a model, its size: 7B, 350M, 1.3e9.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Name of the GPU, such as h100 or rtx4090.")] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"Name of the GPU: {', '.join(GPUS)}.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a GPU instead: 24GB (24e9 bytes) or 24GiB.")] = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
     parallel: Annotated[
@@ -40,7 +41,9 @@ def plan(
     weights: Annotated[
         str | None, typer.Option(help=f"Dtype of the weights: {_DTYPES}.", show_default="the model's, else fp32")
     ] = None,
-    gradients: Annotated[str | None, typer.Option(help="Dtype of the gradients.", show_default="the weights'")] = None,
+    gradients: Annotated[
+        str | None, typer.Option(help="Dtype of the gradients; bf16 halves them.", show_default="the weights'")
+    ] = None,
     compute: Annotated[str | None, typer.Option(help="Dtype of the arithmetic.", show_default="the weights'")] = None,
     master_weights: Annotated[
         bool, typer.Option("--master-weights", help="Keep fp32 copies of 16-bit weights.")
@@ -50,7 +53,11 @@ def plan(
         str, typer.Option(help="Comma-separated names of the layers with adapters, * for any part.")
     ] = ALL_LINEAR,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Compute activations anew in the backward pass.")
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Compute activations anew in the backward pass: less memory, about a third more time.",
+        ),
     ] = False,
     sequence: Annotated[
         int | None, typer.Option(help="Tokens per sample.", show_default=f"{SEQUENCE}, or the model's longest")
@@ -68,7 +75,8 @@ def plan(
     optimizers: Annotated[
         str | None,
         typer.Option(
-            help=f"Comma-separated names, with options as in sgd:momentum=0.9. Known: {', '.join(daypack.names())}.",
+            help="Comma-separated names, with options as in sgd:momentum=0.9 or galore:rank=128:inner=gefen. Known: "
+            f"{', '.join(daypack.names())}.",
             show_default="all",
         ),
     ] = None,
@@ -78,9 +86,14 @@ def plan(
     """Say what training will take, before anything is allocated: will it fit, with which optimizer, at what batch?
 
     Weights, gradients and optimizer state are exact. Activations are measured on the model's own forward and backward
-    pass, run on shapes alone, where that is possible. GB = 1e9 bytes.
+    pass, run on shapes alone, where that is possible. GB = 1e9 bytes. Nothing is downloaded.
 
-    Example: daypack plan llama --gpu h100 --gpus 8 --parallel fsdp2
+    \b
+    Examples, from the least to the most that is known of the model:
+      daypack plan --params 7B --gpu rtx4090 --weights bf16
+      daypack plan llama --gpu h100 --gpus 8 --parallel fsdp2
+      daypack plan config.json --gpu a10 --lora-rank 16 --gradient-checkpointing
+      daypack plan my_package.models:build --sample 3x224x224 --memory 24GB --plot bars.png
     """
     if (model is None) == (params is None):
         raise ValueError(
@@ -117,7 +130,7 @@ def plan(
 def _show(result: MemoryPlan, *, as_json: bool, plot: Path | None) -> None:
     console = make_console()
     if as_json:
-        console.print(json.dumps(result.to_dict(), indent=2), soft_wrap=True)
+        console.out(json.dumps(result.to_dict(), indent=2), highlight=False)
         return
     console.print(result.title, soft_wrap=True)
     console.print()

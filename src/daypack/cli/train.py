@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -17,6 +17,7 @@ from daypack.reports.folder import (
     require_resumable,
     rewind_records,
     run_folder,
+    watched,
     write_config,
     write_report,
 )
@@ -31,7 +32,20 @@ CHECKPOINT = "checkpoint.pt"
 MAY_DIFFER = ("data", "device", "threads", "eval_every", "parallel")
 
 
-def run(given: Mapping[str, Any], *, out: Path, name: str | None, resumed: Path | None, checkpoint_every: int) -> int:
+@dataclass(frozen=True)
+class Every:
+    """Steps from one checkpoint to the next, and from one reading of the optimizer to the next; None: no readings."""
+
+    checkpoint: int
+    reading: int | None
+
+    def __post_init__(self) -> None:
+        for option, value in (("--checkpoint-every", self.checkpoint), ("--monitor", self.reading)):
+            if value is not None and value < 1:
+                raise ValueError(f"{option} must be at least 1, got {value}")
+
+
+def run(given: Mapping[str, Any], *, out: Path, name: str | None, resumed: Path | None, every: Every) -> int:
     """Begin a run, or go on with one; returns the exit code. Of several ranks the first one prints and writes."""
     given = {**given, "parallel": given.get("parallel") or "none"}
     if resumed is None:
@@ -39,15 +53,14 @@ def run(given: Mapping[str, Any], *, out: Path, name: str | None, resumed: Path 
     with processes(given["parallel"], given.get("device") or "cpu") as ranks:
         if resumed is None:
             with only_first(ranks, out) as out:
-                return start(given, out=out, name=name, checkpoint_every=checkpoint_every)
+                return start(given, out=out, name=name, every=every)
         path = resumed / CHECKPOINT if resumed.is_dir() else resumed
         with only_first(ranks, path.parent) as folder:
-            return resume(given, path=path, folder=folder, checkpoint_every=checkpoint_every)
+            return resume(given, path=path, folder=folder, every=every)
 
 
-def start(given: Mapping[str, Any], *, out: Path, name: str | None, checkpoint_every: int) -> int:
+def start(given: Mapping[str, Any], *, out: Path, name: str | None, every: Every) -> int:
     """Begin a run in a new folder; returns the exit code."""
-    _require_positive(checkpoint_every)
     config = config_of(given)
     folder = run_folder(out, name or config.optimizer)
     require_free(folder, "train")
@@ -55,12 +68,11 @@ def start(given: Mapping[str, Any], *, out: Path, name: str | None, checkpoint_e
         job = Job(config)
         folder.mkdir(parents=True, exist_ok=True)
         write_config(folder, "train", provenance(folder.name, job.task, config.threads), [{"config": config.to_dict()}])
-        return _go_on(job, folder / CHECKPOINT, [], checkpoint_every)
+        return _go_on(job, folder / CHECKPOINT, [], every)
 
 
-def resume(given: Mapping[str, Any], *, path: Path, folder: Path, checkpoint_every: int) -> int:
+def resume(given: Mapping[str, Any], *, path: Path, folder: Path, every: Every) -> int:
     """Go on with the run in ``path``, writing to ``folder``; returns the exit code."""
-    _require_positive(checkpoint_every)
     checkpoint = checkpoints.load_checkpoint(path)
     require_resumable(folder)
     config = _merge(checkpoint, given)
@@ -71,7 +83,7 @@ def resume(given: Mapping[str, Any], *, path: Path, folder: Path, checkpoint_eve
         print(f"daypack: warning: {warning.message}", file=sys.stderr)
     with thread_count(config.threads):
         records = rewind_records(folder, job.step)
-        return _go_on(job, folder / path.name, records, checkpoint_every)
+        return _go_on(job, folder / path.name, records, every)
 
 
 def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
@@ -91,19 +103,24 @@ def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> Trai
     return replace(checkpoint.config, **{key: given[key] for key in MAY_DIFFER if given.get(key) is not None})
 
 
-def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -> int:
+def _go_on(job: Job, path: Path, records: list[Record], every: Every) -> int:
     """Train to the end or to a signal, saving to `path`; returns the exit code."""
     console, folder, config = make_console(), path.parent, job.config
     if job.step:
         console.print(f"{path}: going on after step {job.step} of {config.steps}", soft_wrap=True)
     saved = job.step if job.step else None
-    with StopRequest() as stop, RecordWriter(folder) as writer, Display(console, config.steps, job.step) as display:
+    with (
+        StopRequest() as stop,
+        RecordWriter(folder) as writer,
+        watched(job.optimizer, folder, every.reading, job.step),
+        Display(console, config.steps, job.step) as display,
+    ):
         while job.step < config.steps and not job.ranks.any(stop.signal is not None):
             record = job.advance()
             records.append(record)
             writer.write(config, record)
             display.show(config, record)
-            if job.step % checkpoint_every == 0 and job.step < config.steps:
+            if job.step % every.checkpoint == 0 and job.step < config.steps:
                 writer.flush()  # a checkpoint must never be ahead of the records
                 checkpoints.save_checkpoint(path, job)
                 saved = job.step
@@ -123,8 +140,3 @@ def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -
     console.print(comparison_table(summarise([result])))
     console.print(f"report: {folder / 'report.html'}  checkpoint: {path}", soft_wrap=True)
     return 0
-
-
-def _require_positive(checkpoint_every: int) -> None:
-    if checkpoint_every < 1:
-        raise ValueError(f"--checkpoint-every must be at least 1, got {checkpoint_every}")

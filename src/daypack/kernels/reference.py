@@ -20,8 +20,7 @@ from daypack.update import Elements, Hyper, Norms, Update
 def _gradient(update: Update, chunk: Chunk, hyper: Hyper) -> Tensor:
     """A gradient chunk to read only, in the accumulator's dtype: it may be the gradient itself."""
     g = read(update.grad, update.view, chunk).to(accumulator(update.param.dtype))
-    g = -g if hyper.maximize else g
-    return g.add(_param(update, chunk), alpha=hyper.coupled) if hyper.coupled else g
+    return hyper.seen(g, _param(update, chunk) if hyper.coupled else g)
 
 
 def _param(update: Update, chunk: Chunk) -> Tensor:

@@ -17,10 +17,10 @@ from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import (
     Group,
     arguments,
+    check_block_size,
     check_choice,
     check_common,
     check_not_negative,
-    check_positive,
     number,
 )
 from daypack.rules import ADAFACTOR
@@ -103,7 +103,7 @@ class Adafactor(CompressedOptimizer):
         for option in ("relative_step", "scale_parameter"):
             check_choice(group, option, (True, False), where)
         check_choice(group, "bits", (8, 32), where)
-        check_positive(group, "block_size", where)
+        check_block_size(group, where)
         if number(group["beta2_decay"], "beta2_decay", where) > 0:
             raise ValueError(f"beta2_decay of {where} must not be positive, got {group['beta2_decay']!r}")
         if number(group["d"], "d", where) < 1:

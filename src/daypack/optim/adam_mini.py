@@ -144,11 +144,16 @@ class AdamMini(CompressedOptimizer):
         check_patterns(given, [plain_name(name) for _, name, _ in self._params()], "the pattern of partition")
 
     def _say_what_is_guessed(self) -> None:
-        guessed = [name for group, name, p in self._params() if self._choice(p.shape, group, name).guessed]
-        if guessed:
+        guessed: dict[str, list[str]] = {}
+        for group, name, p in self._params():
+            if self._choice(p.shape, group, name).guessed:
+                given = (f"{option}={group[option]}" for option in ("num_heads", "head_dim") if group[option])
+                guessed.setdefault(", ".join(given), []).append(f"{name} {tuple(p.shape)}")
+        for options, names in guessed.items():
+            problem = f"finds no heads for {options} in" if options else "does not know the heads of"
+            remedy = "a number that fits" if options else "the model itself, or num_heads, or head_dim"
             warnings.warn(
-                f"AdamMini does not know the heads of {', '.join(guessed)}: their rows have second moments of their "
-                "own; pass the model itself, or num_heads, or head_dim",
+                f"AdamMini {problem} {', '.join(names)}: their rows have second moments of their own; pass {remedy}",
                 stacklevel=3,
             )
 

@@ -20,7 +20,7 @@ from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
 from daypack.optim.calibrate import Calibration
 from daypack.optim.exchange import Exchange
-from daypack.optim.options import Group, check_gradient, check_param, param_name
+from daypack.optim.options import Group, check_gradient, check_param, check_spill_dir, param_name
 from daypack.placement.schedule import Placements
 from daypack.update import ParamPlan, Update
 
@@ -84,6 +84,8 @@ class CompressedOptimizer(Optimizer):
         self._reset()
         self.check_options(defaults, type(self).__name__)
         super().__init__(params, defaults)
+        if defaults["spill_dir"] is not None and not self._placements.away(self.param_groups):
+            raise ValueError(f"spill_dir={defaults['spill_dir']!r} is for placement='paged'; set that, or leave it out")
 
     def _reset(self) -> None:
         """Forget what was derived from the state, because the state may have been replaced."""
@@ -100,6 +102,7 @@ class CompressedOptimizer(Optimizer):
         where = f"parameter group {len(self.param_groups)}"
         options = {**self.defaults, **param_group}
         self.check_options(options, where)
+        check_spill_dir(options, where)
         params = param_group["params"]
         if not isinstance(params, (Tensor, set)):  # torch wraps the one and refuses the other
             params = param_group["params"] = list(params)
@@ -135,10 +138,8 @@ class CompressedOptimizer(Optimizer):
         Raises:
             ValueError: an option or a gradient cannot be used. Nothing has changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         away = self._placements.away(self.param_groups)
         members = self._sharded()
         if members:
@@ -225,14 +226,8 @@ class CompressedOptimizer(Optimizer):
             for group in self.param_groups
         ]
         sizes = [len(group["params"]) for group in self.param_groups]
-        return (
-            list(map(id, params)),
-            list(map(id, self.param_groups)),
-            list(map(id, self.state.values())),
-            sizes,
-            options,
-            dispatch.forced(),
-        )
+        kept = [list(map(id, things)) for things in (params, self.param_groups, self.state.values())]
+        return kept, sizes, options, dispatch.forced()
 
     def _updates(self) -> list[Update]:
         """One `Update` for each parameter with a gradient, once all of them were checked."""
@@ -332,6 +327,10 @@ class CompressedOptimizer(Optimizer):
         work.settled = all(map(self._calibration.is_done, work.updates))
         return changed
 
+    def wait(self) -> None:
+        """Return once state that is on its way home from a step is there, to be read (``placement="paged"``)."""
+        self._placements.wait()
+
     def kernels(self) -> dict[Tensor, str]:
         """Which kernel took each parameter at the last step: ``"native"`` or ``"reference"``."""
         work = self._work
@@ -341,7 +340,7 @@ class CompressedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; shapes follow from the parameters' shapes, and ``torch.load(weights_only=True)`` reads it."""
-        self._placements.wait()
+        self.wait()
         live = self.state
         reachable = [p for _, _, p in self._params() if p in live]
         # Entries of tensors that a wrapper took out of the groups cannot be named, and torch would fail on them.

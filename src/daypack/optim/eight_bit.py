@@ -20,6 +20,7 @@ from daypack.optim.options import (
     arguments,
     check_adamw,
     check_betas,
+    check_block_size,
     check_choice,
     check_common,
     check_flags,
@@ -69,7 +70,7 @@ class EightBit(CompressedOptimizer):
     def check_options(self, group: Group, where: str) -> None:
         check_choice(group, "bits", (8, 32), where)
         check_choice(group, "map", tuple(CODEBOOKS), where)
-        check_positive(group, "block_size", where)
+        check_block_size(group, where)
         check_positive(group, "min_8bit_size", where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:

@@ -15,7 +15,7 @@ from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.optim.base import CompressedOptimizer
-from daypack.optim.options import Group, arguments, check_adamw, check_choice, check_positive
+from daypack.optim.options import Group, arguments, check_adamw, check_block_size, check_choice
 from daypack.rules import ADAMW
 from daypack.update import ParamPlan
 
@@ -92,7 +92,7 @@ class Gefen(CompressedOptimizer):
     def check_options(self, group: Group, where: str) -> None:
         check_adamw(group, where)
         check_choice(group, "second_moment", tuple(SECOND_MOMENTS), where)
-        check_positive(group, "block_size", where)
+        check_block_size(group, where)
         check_choice(group, "bits", (8,), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:

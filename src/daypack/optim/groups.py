@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from daypack.optim.options import check_initialized, number
+
 #: Last parts of names that mark vectors-in-disguise: state-space models' decay rates and time steps.
 _NEVER_DECAYED = ("A_log", "dt_bias")
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -51,10 +53,16 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
         Non-empty groups only, each with ``params``, ``weight_decay`` and ``embedding``.
 
     Raises:
-        ValueError: ``weight_decay`` is negative, or nothing is trainable.
+        ValueError: ``model`` is no module, ``weight_decay`` is negative or no number, or nothing can be trained.
     """
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must not be negative, got {weight_decay!r}")
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"param_groups takes a torch.nn.Module, whose types say what decays, got {type(model).__name__}; give an "
+            "optimizer parameters or groups as they are"
+        )
+    if number(weight_decay, "weight_decay", "param_groups") < 0:
+        raise ValueError(f"weight_decay of param_groups must not be negative, got {weight_decay!r}")
+    check_initialized(model.named_parameters())
     members: dict[tuple[bool, bool], list[tuple[str, Tensor]]] = {}
     reasons: dict[str, str] = {}
     seen: set[int] = set()

@@ -14,7 +14,7 @@ from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.optim.base import CompressedOptimizer
-from daypack.optim.options import Group, arguments, check_adamw, check_choice, check_positive
+from daypack.optim.options import Group, arguments, check_adamw, check_block_size, check_choice
 from daypack.rules import LAMB as RULE
 from daypack.update import ParamPlan
 
@@ -90,7 +90,7 @@ class LAMB(CompressedOptimizer):
         check_choice(group, "trust_ratio", (True, False), where)
         check_choice(group, "bits", (8, 32), where)
         check_choice(group, "second_moment", tuple(SECOND_MOMENTS), where)
-        check_positive(group, "block_size", where)
+        check_block_size(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Compressed moments from two dims on, each where it takes fewer bytes than fp32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from daypack.placement.schedule import PLACEMENTS
 from daypack.sharding import refusal
@@ -21,6 +23,7 @@ PARAM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Arguments of `torch.optim.AdamW` that are accepted for its signature and refused when True.
 UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 FLAGS = ("maximize", *UNSUPPORTED)
+LARGEST_BLOCK = 1 << 20
 
 
 def arguments(values: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +113,37 @@ def check_positive(group: Group, option: str, where: str) -> None:
         raise ValueError(f"{option} of {where} must be a positive whole number, got {value!r}")
 
 
+def check_initialized(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse parameters and buffers of lazy modules that have no shape yet.
+
+    Raises:
+        ValueError: names all of them.
+    """
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(f"{', '.join(lazy)} of lazy modules have no shape yet; pass one batch through the model first")
+
+
+def check_spill_dir(group: Group, where: str) -> None:
+    """Paged state has a directory that files can be made in, if one is named."""
+    path = group["spill_dir"]
+    if group["placement"] == "paged" and path is not None and not (os.path.isdir(path) and os.access(path, os.W_OK)):
+        raise ValueError(f"spill_dir of {where} is no directory that can be written to: {path!r}; create it first")
+
+
+def check_block_size(group: Group, where: str) -> None:
+    """``block_size`` is a positive whole number, and no slip of the keyboard: a block never is longer than a row."""
+    check_positive(group, "block_size", where)
+    if group["block_size"] > LARGEST_BLOCK:
+        raise ValueError(
+            f"block_size of {where} must be at most {LARGEST_BLOCK:,}, got {group['block_size']:,}; no block is longer "
+            "than a row"
+        )
+
+
 def check_param(param: Tensor, name: str) -> None:
     """Refuse a trainable parameter that no format can hold. Frozen ones of any dtype (quantised bases) pass."""
+    check_initialized([(name, param)])
     if param.requires_grad and param.dtype not in PARAM_DTYPES:
         raise ValueError(
             f"parameter {name} has dtype {param.dtype}, which is not supported: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from daypack.planner.live import LiveTensors
-from daypack.planner.model import Inputs, ModelSpec
+from daypack.planner.model import Inputs, ModelSpec, copied
 from daypack.planner.pretrained import quiet
 from daypack.planner.substitutes import substitutes
 
@@ -74,9 +73,10 @@ class ActivationPlanner:
         return start + (end - start) * (batch - low) / (high - low)
 
     def _measure(self, batch: int) -> Activations:
-        if self._prepared is not None and not self.problem:
-            module, inputs = self._prepared
+        if self.model.module is not None and self.model.inputs is not None and not self.problem:
+            self._require_checkpointing(self.model.module)
             try:
+                module, inputs = self._prepared
                 return measure(module, inputs, batch, self.sequence, flash=self.flash)
             except Exception as error:  # whatever a module does with tensors that have no values
                 self.problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -87,24 +87,32 @@ class ActivationPlanner:
         sizes = batch, self.sequence, self.compute.itemsize
         return Activations(shape.saved_bytes(*sizes, **options), shape.peak_bytes(*sizes, **options), "formula")
 
+    def _require_checkpointing(self, module: nn.Module) -> None:
+        if self.checkpointing and _checkpointing(module) is None:
+            raise ValueError(
+                f"{type(module).__name__} has no gradient_checkpointing_enable(); leave --gradient-checkpointing out "
+                "and checkpoint inside the module"
+            )
+
     @cached_property
-    def _prepared(self) -> tuple[nn.Module, Inputs] | None:
+    def _prepared(self) -> tuple[nn.Module, Inputs]:
         """The module in the dtype of the arithmetic, and how to call it."""
-        module, inputs = self.model.module, self.model.inputs
-        if module is None or inputs is None:
-            return None
-        module = copy.deepcopy(module).train()
+        assert self.model.module is not None
+        assert self.model.inputs is not None
+        module, inputs = copied(self.model.module).train(), self.model.inputs
         if self.checkpointing:
-            enable = getattr(module, "activation_checkpointing_enable", None)  # its name from transformers 6 on
-            enable = enable or getattr(module, "gradient_checkpointing_enable", None)
-            if enable is None:
-                raise ValueError(
-                    f"{type(module).__name__} has no gradient_checkpointing_enable(); leave --gradient-checkpointing "
-                    "out and checkpoint inside the module"
-                )
-            enable()
+            _checkpointing(module)()
         _cast(module, self.compute)
         return module, inputs
+
+
+def _checkpointing(module: nn.Module) -> Any:
+    """The module's own switch for checkpoints; None if it has none."""
+    return getattr(
+        module,
+        "activation_checkpointing_enable",  # its name from transformers 6 on
+        getattr(module, "gradient_checkpointing_enable", None),
+    )
 
 
 def measure(module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, flash: bool = True) -> Activations:

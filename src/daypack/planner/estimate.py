@@ -49,10 +49,19 @@ def estimate_state(
     """
     if not issubclass(REGISTRY.get(optimizer, CompressedOptimizer), CompressedOptimizer):
         raise ValueError(f"{optimizer!r} is one of torch's own; estimates are made for daypack's, such as 'gefen'")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype of estimate_state must be a torch.dtype, got {dtype!r}")
+    try:
+        sizes = [torch.Size(shape) for shape in shapes]
+    except TypeError:
+        raise ValueError(
+            "estimate_state takes shapes, such as [p.shape for p in model.parameters()], got "
+            f"{type(shapes).__name__} {shapes!r:.60}"
+        ) from None
     # A throwaway optimizer over an empty tensor validates the options and holds the defaults.
     planner = cast(CompressedOptimizer, create(optimizer, [torch.empty(0)], **options))
     elements = total = 0
-    for shape in map(torch.Size, shapes):
+    for shape in sizes:
         if any(size < 0 for size in shape):
             raise ValueError(f"a shape has sizes of at least 0, got {tuple(shape)}")
         plan = planner.plan(shape, dtype, planner.param_groups[0], "")

@@ -11,9 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
 
 class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, counts the bytes of the storages that operations create, for as long as each of them lives.
+
+    A convolution also holds one copy of its weight, or of the weight's gradient, while it runs: libraries (oneDNN,
+    cuDNN with tensor cores) have a layout of their own for it.
 
     Args:
         known: tensors that count as nothing, because they are counted elsewhere (parameters, gradients).
@@ -40,6 +45,9 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         result = func(*args, **(kwargs or {}))
         self.note(value for value in tree_leaves(result) if isinstance(value, Tensor))
+        if func in _CONVOLUTIONS:
+            weight = args[2 if func is torch.ops.aten.convolution_backward.default else 1]
+            self.peak = max(self.peak, self.bytes + weight.nbytes)
         return result
 
     def note(self, tensors: Iterable[Tensor]) -> None:

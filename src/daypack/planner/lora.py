@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -10,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from daypack.planner.model import ModelSpec, ParamSpec, from_module
+from daypack.planner.model import ModelSpec, ParamSpec, copied, from_module
 
 #: Every matrix of a linear layer but the output head.
 ALL_LINEAR = "all-linear"
@@ -55,8 +54,8 @@ def _named(name: str, targets: Sequence[str]) -> bool:
 
 
 def _module(model: ModelSpec, rank: int, targets: Sequence[str]) -> ModelSpec:
-    module = copy.deepcopy(model.module)
-    assert module is not None
+    assert model.module is not None
+    module = copied(model.module)
     module.requires_grad_(False)
     head = getattr(module, "get_output_embeddings", lambda: None)()
     for name, layer in list(module.named_modules()):
@@ -70,7 +69,8 @@ def _module(model: ModelSpec, rank: int, targets: Sequence[str]) -> ModelSpec:
             parent, _, key = name.rpartition(".")
             setattr(module.get_submodule(parent), key, Adapted(layer, rank, inner, outer))
     described = from_module(module, name=f"{model.name}, LoRA of rank {rank}", inputs=model.inputs)
-    return replace(described, transformer=model.transformer, context=model.context, notes=model.notes)
+    kept = {key: getattr(model, key) for key in ("transformer", "context", "called", "notes")}
+    return replace(described, **kept)
 
 
 def _shapes(model: ModelSpec, rank: int, targets: Sequence[str]) -> ModelSpec:

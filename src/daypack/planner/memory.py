@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from daypack.optim.base import CompressedOptimizer
+from daypack.optim.galore import GaLore
 from daypack.optim.registry import REGISTRY
 from daypack.planner.activations import KNOTS, ActivationPlanner
 from daypack.planner.advice import recommend
@@ -117,6 +118,12 @@ def plan_memory(
     layout = Parallel(parallel or ("ddp" if gpus > 1 else "none"), gpus, rank)
     length = sequence or min(SEQUENCE, spec.context or SEQUENCE)
     planner = ActivationPlanner(spec, length, compute or stored, attention == "flash", gradient_checkpointing)
+    planner.exactly(batch or 1)
+    if planner.problem and spec.called:
+        raise ValueError(
+            f"{spec.name} does not run on {spec.called}: {planner.problem}; correct it, or leave it out to plan "
+            "without activations"
+        )
     masters = master_weights or layout.flat
     setup = _Setup(
         weights=_weights(spec, layout),
@@ -173,7 +180,7 @@ def _describe(model: ModelSpec | nn.Module | Iterable[Any], inputs: Inputs | Non
     spec = model if isinstance(model, ModelSpec) else from_shapes(model)
     if not spec.params:
         raise ValueError(f"{spec.name} has no parameters")
-    return spec if inputs is None else replace(spec, inputs=inputs)
+    return spec if inputs is None else replace(spec, inputs=inputs, called="the given inputs")
 
 
 def _with_weights(spec: ModelSpec, dtype: torch.dtype | None) -> ModelSpec:
@@ -244,6 +251,8 @@ def _row(text: str, setup: _Setup, *, strict: bool) -> OptimizerPlan:
         keeps_both_moments=state.keeps_both_moments,
         notes=tuple(f"{text}: {note}" for note in state.notes),
     )
+    if issubclass(REGISTRY[name], GaLore) and options.get("rank") is None:
+        row = replace(row, notes=(f"{text}: without a rank nothing is projected; plan it as {text}:rank=128",))
     if not issubclass(REGISTRY[name], CompressedOptimizer) and row.temporaries > row.activations:
         note = f"{text}: torch steps all parameters at once by default on a GPU; fused=True saves these temporaries"
         row = replace(row, notes=(*row.notes, note))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from daypack.optim.groups import param_groups
+from daypack.optim.options import check_initialized
 from daypack.planner.transformer import TransformerShape
 
 #: (micro-batch, sequence) -> the arguments of the module's forward, on the meta device.
@@ -56,6 +57,7 @@ class ModelSpec:
         transformer: sizes of a transformer, where they are known and the module cannot be run.
         inputs: how to call the module; None where it cannot be called.
         context: its longest sequence, tokens; None where it has none.
+        called: who says how to call the module, if a user did; it is an error if it does not run then.
         notes: what was assumed.
     """
 
@@ -66,6 +68,7 @@ class ModelSpec:
     transformer: TransformerShape | None = None
     inputs: Inputs | None = field(default=None, repr=False, compare=False)
     context: int | None = None
+    called: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,7 +105,11 @@ def from_module(
     """Describe ``module``, on whatever device it is; its values are neither read nor copied, and it stays as it is.
 
     Parameters that share memory are one parameter. Groups are those of `daypack.param_groups`.
+
+    Raises:
+        ValueError: it has lazy parameters that have no shape yet.
     """
+    check_initialized([*module.named_parameters(), *module.named_buffers()])
     options: dict[str, tuple[tuple[str, Any], ...]] = {}
     if any(p.requires_grad for p in module.parameters()):
         for group in param_groups(module):
@@ -132,7 +139,22 @@ def meta_twin(module: nn.Module) -> nn.Module:
     for t in tensors:
         twin = t.detach().to("meta")
         twins[id(t)] = nn.Parameter(twin, t.requires_grad) if isinstance(t, nn.Parameter) else twin
-    return copy.deepcopy(module, twins)
+    return copied(module, twins)
+
+
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of ``module``, with ``memo`` of what stands for what.
+
+    Raises:
+        ValueError: it holds something that cannot be copied, such as a lock.
+    """
+    try:
+        return copy.deepcopy(module, memo or {})
+    except Exception as error:  # whatever the module's attributes do
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{type(module).__name__} cannot be copied to plan for it ({problem}); give its shapes instead"
+        ) from None
 
 
 def from_shapes(

@@ -88,7 +88,13 @@ class StateReport:
 
 
 def state_report(optimizer: Optimizer) -> StateReport:
-    """Measure the state of any torch optimizer. Storage that several tensors share is counted once."""
+    """Measure the state of any torch optimizer. Storage that several tensors share is counted once.
+
+    Raises:
+        ValueError: ``optimizer`` is none.
+    """
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise ValueError(f"state_report takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     seen: set[int] = set()
     entries = []
     kernels = optimizer.kernels() if isinstance(optimizer, CompressedOptimizer) else {}
@@ -99,12 +105,12 @@ def state_report(optimizer: Optimizer) -> StateReport:
             if not state and not p.requires_grad:
                 continue
             name = names[i] if names else f"group {g}, parameter {i}"
-            components = {str(key): _nbytes(value, seen) for key, value in state.items()}
+            components = {str(key): value_bytes(value, seen) for key, value in state.items()}
             entries.append(ParamState(name, tuple(to_local(p).shape), p.dtype, components, kernels.get(p, "")))
     return StateReport(tuple(entries))
 
 
-def _nbytes(value: Any, seen: set[int]) -> int:
+def value_bytes(value: Any, seen: set[int]) -> int:
     """Bytes of a state value: a tensor's elements, 8 for a plain number."""
     if not isinstance(value, Tensor):
         return 8 if isinstance(value, (int, float)) else 0

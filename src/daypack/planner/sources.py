@@ -100,7 +100,11 @@ def from_function(text: str, sample: str | None = None) -> ModelSpec:
     module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(module, nn.Module):
         raise ValueError(f"{text} must return a torch.nn.Module, got {type(module).__name__}")
-    return from_module(module, name=text, inputs=inputs or (sample_inputs(sample) if sample else None))
+    if sample and inputs:
+        raise ValueError(f"{text} returns the arguments of its module itself; leave --sample out")
+    called = f"the sample {sample}" if sample else f"the arguments that {text} returns" if inputs else ""
+    spec = from_module(module, name=text, inputs=inputs or (sample_inputs(sample) if sample else None))
+    return replace(spec, called=called)
 
 
 def sample_inputs(sample: str) -> Inputs:
@@ -111,7 +115,7 @@ def sample_inputs(sample: str) -> Inputs:
     """
     if sample == "ids":
         return lambda batch, sequence: (torch.zeros(batch, sequence, dtype=torch.long, device="meta"),)
-    if not re.fullmatch(r"\d+(x\d+)*", sample):
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sample):
         raise ValueError(f"cannot read the sample {sample!r}; write its shape as in 3x224x224, or ids for token ids")
     shape = tuple(map(int, sample.split("x")))
     return lambda batch, sequence: (torch.zeros(batch, *shape, device="meta"),)

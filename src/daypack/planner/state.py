@@ -131,7 +131,7 @@ def plan_state(
     parallel, options = parallel or Parallel(), dict(options or {})
     paged = options.get("placement") == "paged"
     if paged:  # on the meta device it has no other place, and the same size
-        options["placement"] = "resident"
+        options |= {"placement": "resident", "spill_dir": None}
     params = [p for p in params if p.trainable]
     if parallel.flat:
         params = parallel.partitions(params)

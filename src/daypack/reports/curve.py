@@ -26,8 +26,12 @@ class Theme:
 
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; lighter ones where the page is dark.
-LIGHT = Theme("#24292f", "#d8dee4", "#ffffff", ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8a6d00", "#555555"))
-DARK = Theme("#e6edf3", "#30363d", "#0d1117", ("#56b4e9", "#ff9d4d", "#33c79a", "#e38ac8", "#f0e442", "#b0b0b0"))
+LIGHT = Theme(
+    "#24292f", "#d8dee4", "#ffffff", ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8a6d00", "#555555", "#56b4e9")
+)
+DARK = Theme(
+    "#e6edf3", "#30363d", "#0d1117", ("#56b4e9", "#ff9d4d", "#33c79a", "#e38ac8", "#f0e442", "#b0b0b0", "#9d8cff")
+)
 
 
 def save_curve(results: Sequence[RunResult], path: Path) -> None:
@@ -35,11 +39,11 @@ def save_curve(results: Sequence[RunResult], path: Path) -> None:
     draw(results, LIGHT, wide=True).savefig(path, format="png", dpi=150, facecolor=LIGHT.background)
 
 
-def curve_svg(results: Sequence[RunResult], theme: Theme, *, wide: bool) -> bytes:
-    """The figure as an SVG with a transparent background; the same input gives the same bytes."""
+def to_svg(figure: Figure) -> bytes:
+    """``figure`` as an SVG with a transparent background; the same figure gives the same bytes."""
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "daypack"}):
-        draw(results, theme, wide=wide).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return buffer.getvalue()
 
 
@@ -63,7 +67,7 @@ def draw(results: Sequence[RunResult], theme: Theme, *, wide: bool) -> Figure:
     if compared:
         axes[1].set_title(f"Validation loss minus {next(iter(groups))}'s")
     for panel in axes:
-        _style(panel, theme)
+        style(panel, theme, "step")
     return figure
 
 
@@ -119,8 +123,9 @@ def _smooth(losses: Sequence[float]) -> np.ndarray:
     return np.asarray((total[end] - total[begin]) / (end - begin))
 
 
-def _style(axes: Axes, theme: Theme) -> None:
-    axes.set_xlabel("step", color=theme.text)
+def style(axes: Axes, theme: Theme, below: str) -> None:
+    """Give ``axes``, whose x axis is named ``below``, the colours and the frame of all figures."""
+    axes.set_xlabel(below, color=theme.text)
     axes.title.set_color(theme.text)
     axes.title.set_fontsize(11)
     axes.tick_params(colors=theme.text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +17,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from daypack.reports.curve import save_curve
 from daypack.reports.page import Provenance, render_page
+from daypack.telemetry import monitor
 from daypack.training.config import TrainConfig
 from daypack.training.files import write_text_whole, write_whole
-from daypack.training.loop import Record, RunResult
+from daypack.training.loop import Record, RunResult, json_number
 
 CONFIG, METRICS, CURVE, PAGE = "config.json", "metrics.jsonl", "loss.png", "report.html"
+READINGS = "monitor.jsonl"
 _OWN = (METRICS, CURVE, PAGE, CONFIG)  # config.json last: it marks the folder as ours
 
 
@@ -146,6 +151,38 @@ def rewind_records(folder: Path, step: int) -> list[Record]:
         records.append(record)
     write_text_whole(path, "".join(kept))
     return records
+
+
+@contextlib.contextmanager
+def watched(optimizer: Optimizer, folder: Path, interval: int | None, step: int) -> Iterator[None]:
+    """Append `daypack.monitor`'s readings to `monitor.jsonl`, a line for each number.
+
+    Args:
+        interval: steps from one reading to the next; None for no readings.
+        step: steps done; what an earlier process read after it is dropped.
+    """
+    path = folder / READINGS
+    if path.exists():
+        earlier = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_text_whole(path, "".join(line for line in earlier if _step_of(line) <= step))
+    if interval is None:
+        yield
+        return
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+
+        def write(tag: str, value: float, at: int) -> None:
+            file.write(json.dumps({"step": at, "tag": tag, "value": json_number(value)}) + "\n")
+
+        with monitor(optimizer, write, interval):
+            yield
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of readings; infinity for one that a kill cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:
+        return math.inf
 
 
 def write_config(folder: Path, job: str, provenance: Provenance, results: Sequence[Mapping[str, Any]]) -> None:

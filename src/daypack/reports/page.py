@@ -1,16 +1,19 @@
-"""A result as one self-contained HTML file: no script, no request, light and dark, desktop and phone."""
+"""The result of a comparison, or of one run, as a page of HTML."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
 
-from daypack.reports.curve import DARK, LIGHT, curve_svg
+from daypack.planner.units import show_bytes
+from daypack.reports.curve import DARK, LIGHT, Theme, draw, to_svg
+from daypack.reports.html import render
+from daypack.reports.pareto import draw_pareto, plottable
 from daypack.reports.table import cells
 from daypack.reports.verdict import caveat, headline, ratio, sentence
-from daypack.training.compare import Summary, summarise
+from daypack.training.compare import Mean, Summary, summarise
 from daypack.training.loop import RunResult
 from daypack.training.tasks import kind
 
@@ -39,14 +42,9 @@ class Provenance:
 def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
     """The HTML of a comparison or, with one result, of a single run."""
     summaries = summarise(results)
-    environment = Environment(
-        loader=PackageLoader("daypack.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
+        provenance.name,
         headline=headline(summaries),
         sentences=[sentence(summary, summaries[0]) for summary in summaries[2:]],
         caveat=caveat(summaries),
@@ -55,7 +53,13 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
         unit=kind(summaries[0].task).unit,
         rows=[(*cells(summary), light, dark) for summary, light, dark in _coloured(summaries)],
         bars=_bars(summaries),
-        curves=_curves(results),
+        curves=_pictures(lambda theme, wide: draw(results, theme, wide=wide)),
+        pareto=_pictures(lambda theme, wide: draw_pareto(summaries, theme, wide=wide))
+        if len(plottable(summaries)) > 1
+        else None,
+        steps=_steps(summaries),
+        seeds=summaries[0].seeds,
+        diverged=", ".join(summary.label for summary in summaries if summary.loss is None),
         settings=_settings(results),
         provenance=provenance,
     )
@@ -101,26 +105,50 @@ def _coloured(summaries: Sequence[Summary]) -> list[tuple[Summary, str, str]]:
 
 
 def _bars(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """State per parameter as bars, and what it would be for a large model at the same rate."""
-    longest = max(summary.bytes_per_param for summary in summaries) or 1.0
+    """Memory as stacked bars, and what the state would be for a large model at the same rate."""
+    longest = max(summary.memory.total for summary in summaries) or 1
     return [
         {
             "label": summary.label,
+            "total": show_bytes(summary.memory.total),
+            "parts": [
+                (name, show_bytes(size), f"{100 * size / longest:.2f}")
+                for name, size in (
+                    ("weights", summary.memory.weights),
+                    ("gradients", summary.memory.gradients),
+                    ("state", summary.memory.state),
+                )
+            ],
             "bytes": f"{summary.bytes_per_param:.2f}",
-            "percent": f"{100 * summary.bytes_per_param / longest:.1f}",
             "gigabytes": f"{summary.bytes_per_param * _LARGE_MODEL / 1e9:.1f}",
-            "light": light,
-            "dark": dark,
         }
-        for summary, light, dark in _coloured(summaries)
+        for summary in summaries
     ]
 
 
-def _curves(results: Sequence[RunResult]) -> dict[str, str]:
-    """Data URIs of the figure for each theme and width."""
+def _steps(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
+    """Label, median step, ratio to the first optimizer's, first step, share of the run."""
+    return [
+        (
+            summary.label,
+            f"{summary.optimizer_ms:.2f}",
+            "1" if summary.step_ratio is None else _ratio(summary.step_ratio),
+            f"{summary.first_step_ms:.1f}",
+            f"{100 * summary.optimizer_share:.1f}",
+        )
+        for summary in summaries
+    ]
+
+
+def _ratio(mean: Mean) -> str:
+    return f"{mean.value:.2f}" + ("" if mean.error is None else f" ± {mean.error:.2f}")
+
+
+def _pictures(figure: Callable[[Theme, bool], Figure]) -> dict[str, str]:
+    """Data URIs of a figure for each theme and width."""
     return {
         f"{theme}_{'wide' if wide else 'narrow'}": "data:image/svg+xml;base64,"
-        + base64.b64encode(curve_svg(results, colours, wide=wide)).decode()
+        + base64.b64encode(to_svg(figure(colours, wide))).decode()
         for theme, colours in (("light", LIGHT), ("dark", DARK))
         for wide in (True, False)
     }
@@ -131,6 +159,7 @@ def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:
     config, seeds = results[0].config, sorted({result.config.seed for result in results})
     return [
         ("task", config.task),
+        ("optimizers", _optimizers(results)),
         ("model", f"{config.model}, {results[0].parameters:,} parameters"),
         ("steps", f"{config.steps:,}"),
         ("batch", kind(config.task).batch(config)),
@@ -141,3 +170,9 @@ def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:
         ("seeds", ", ".join(map(str, seeds))),
         ("device, dtype", f"{config.device}, {config.dtype}"),
     ]
+
+
+def _optimizers(results: Sequence[RunResult]) -> str:
+    """Each optimizer with its options and peak learning rate."""
+    found = {f"{result.config.label} at {result.config.lr:g}": None for result in results}
+    return ", ".join(found)

@@ -35,6 +35,19 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What one process holds all the time, bytes: parameters and buffers, gradients, optimizer state."""
+
+    weights: int
+    gradients: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.state
+
+
+@dataclass(frozen=True)
 class Summary:
     """What the runs of one optimizer came to.
 
@@ -51,6 +64,10 @@ class Summary:
         bytes_per_param: measured optimizer state per parameter element.
         optimizer_ms: median time of one `optimizer.step()`, milliseconds, averaged over runs.
         seconds: wall time of one run, averaged over runs.
+        memory: what one process holds, measured after the last step.
+        step_ratio: `optimizer_ms` over the first optimizer's, within a seed; None for the first one itself.
+        first_step_ms: time of the first `optimizer.step()`, averaged over runs.
+        optimizer_share: fraction of a run's time that went into `optimizer.step()`, averaged over runs.
     """
 
     label: str
@@ -65,6 +82,10 @@ class Summary:
     bytes_per_param: float
     optimizer_ms: float
     seconds: float
+    memory: Memory
+    step_ratio: Mean | None
+    first_step_ms: float
+    optimizer_share: float
 
 
 def grid(
@@ -137,12 +158,16 @@ def summarise(results: Sequence[RunResult]) -> list[Summary]:
     for result in results:
         groups.setdefault((result.config.label, result.config.lr), []).append(result)
     baseline = _finite_losses(next(iter(groups.values()))) if groups else {}
-    return [_summary(runs, baseline if index else {}) for index, runs in enumerate(groups.values())]
+    times = {run.config.seed: run.optimizer_ms for run in next(iter(groups.values()), [])}
+    return [
+        _summary(runs, baseline if index else {}, times if index else {}) for index, runs in enumerate(groups.values())
+    ]
 
 
-def _summary(runs: Sequence[RunResult], baseline: Mapping[int, float]) -> Summary:
+def _summary(runs: Sequence[RunResult], baseline: Mapping[int, float], times: Mapping[int, float]) -> Summary:
     losses = _finite_losses(runs)
     rights = [100 * run.accuracy for run in runs if run.config.seed in losses and math.isfinite(run.accuracy)]
+    ratios = [run.optimizer_ms / times[run.config.seed] for run in runs if times.get(run.config.seed)]
     gaps = [loss - baseline[seed] for seed, loss in losses.items() if seed in baseline]
     return Summary(
         label=runs[0].config.label,
@@ -157,6 +182,10 @@ def _summary(runs: Sequence[RunResult], baseline: Mapping[int, float]) -> Summar
         bytes_per_param=runs[0].bytes_per_param,
         optimizer_ms=statistics.fmean(run.optimizer_ms for run in runs),
         seconds=statistics.fmean(run.seconds for run in runs),
+        memory=Memory(runs[0].weight_bytes, runs[0].gradient_bytes, runs[0].state_bytes),
+        step_ratio=Mean.of(ratios) if ratios else None,
+        first_step_ms=statistics.fmean(run.first_step_ms for run in runs),
+        optimizer_share=statistics.fmean(run.optimizer_share for run in runs),
     )
 
 

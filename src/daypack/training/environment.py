@@ -2,10 +2,13 @@
 
 import os
 import platform
+from pathlib import Path
 
+import numpy
 import torch
 
 import daypack
+from daypack.kernels import native
 
 
 def versions(threads: int | None = None) -> dict[str, str]:
@@ -19,7 +22,20 @@ def versions(threads: int | None = None) -> dict[str, str]:
         "daypack": daypack.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "numpy": numpy.__version__,
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "processor": _processor(),
+        "kernels": native.cpu(),
         "accelerator": accelerator,
         "threads": str(threads or torch.get_num_threads()),
     }
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

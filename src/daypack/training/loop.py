@@ -4,14 +4,15 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import daypack
+from daypack.sharding import to_local
 from daypack.training.config import TrainConfig, dtypes
 from daypack.training.parallel import gathered, here
 from daypack.training.tasks import Task, load_task
@@ -67,12 +68,16 @@ class RunResult:
         records: one per step.
         parameters: parameter elements.
         state_bytes: bytes of optimizer state on this rank, measured after the last step.
+        weight_bytes: of parameters and buffers on this rank.
+        gradient_bytes: of the gradients of the last step on this rank.
     """
 
     config: TrainConfig
     records: tuple[Record, ...]
     parameters: int
     state_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
 
     @property
     def validation_loss(self) -> float:
@@ -103,6 +108,16 @@ class RunResult:
         return statistics.median(times[1:] or times)
 
     @property
+    def first_step_ms(self) -> float:
+        """Time of the first `optimizer.step()`, milliseconds."""
+        return self.records[0].optimizer_ms
+
+    @property
+    def optimizer_share(self) -> float:
+        """Fraction of the run's time, evaluations included, that went into `optimizer.step()`."""
+        return sum(record.optimizer_ms for record in self.records) / 1e3 / self.seconds if self.seconds else 0.0
+
+    @property
     def seconds(self) -> float:
         """Wall time of training and evaluation."""
         return self.records[-1].seconds
@@ -115,9 +130,11 @@ class RunResult:
             "accuracy": json_number(self.accuracy),
             "bytes_per_param": self.bytes_per_param,
             "state_bytes": self.state_bytes,
+            "weight_bytes": self.weight_bytes,
+            "gradient_bytes": self.gradient_bytes,
             "parameters": self.parameters,
             "optimizer_ms": self.optimizer_ms,
-            "first_step_ms": self.records[0].optimizer_ms,
+            "first_step_ms": self.first_step_ms,
             "seconds": self.seconds,
         }
 
@@ -218,10 +235,21 @@ def run(config: TrainConfig, task: Task | None = None, on_record: Callable[[Reco
 
 
 def finish(job: Job, records: list[Record]) -> RunResult:
-    """Measure the state of a job that has reached its end, and put the result together."""
-    report = daypack.state_report(job.optimizer)
-    parameters = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
-    return RunResult(job.config, tuple(records), parameters, report.total_bytes)
+    """Measure the memory of a job that has reached its end, and put the result together."""
+    trained = [p for p in job.model.parameters() if p.requires_grad]
+    return RunResult(
+        job.config,
+        tuple(records),
+        parameters=sum(p.numel() for p in trained),
+        state_bytes=daypack.state_report(job.optimizer).total_bytes,
+        weight_bytes=_nbytes([*job.model.parameters(), *job.model.buffers()]),
+        gradient_bytes=_nbytes(p.grad for p in trained if p.grad is not None),
+    )
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of what this rank has of them."""
+    return sum(to_local(tensor).nbytes for tensor in tensors)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,0 +1,195 @@
+"""A sample of parameters and of their stored moments, taken before a step and compared after it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from daypack import sharding
+from daypack.calibration.maps import is_unsigned
+from daypack.formats.base import Chunk, Geometry, State, StateFormat, accumulator, read
+from daypack.formats.block_quantized import BlockQuantized
+from daypack.optim.base import CompressedOptimizer
+from daypack.optim.options import Group, param_name
+from daypack.optim.state_dict import part_of
+from daypack.planner.report import value_bytes
+from daypack.update import Elements, Norms, ParamPlan
+
+#: Elements of each parameter whose movement is measured.
+MOVED = 1024
+#: Elements of each coded moment that are decoded, about.
+DECODED = 4096
+#: A moment is decoded over runs of columns of at least this many elements, if its blocks are not longer.
+RUN = 256
+#: Its first moment averages clipped updates, which are not known afterwards.
+_NOT_FOLLOWED = "adafactor"
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """The first moment of one parameter before the step: what is needed to know it exactly after the step."""
+
+    steps: int
+    stored: Tensor
+    param: Tensor
+
+
+class Sample:
+    """Numbers of one step of any torch optimizer, of what this process holds: no other rank is asked.
+
+    Args:
+        optimizer: about to step.
+        generator: chooses the elements; another one or another state of it chooses others.
+    """
+
+    @torch.no_grad()
+    def __init__(self, optimizer: Optimizer, generator: torch.Generator) -> None:
+        # One element of each of so many equal parts: a plain random sample has a larger error.
+        self._places = (torch.arange(MOVED) + torch.rand(MOVED, generator=generator, dtype=torch.float64)) / MOVED
+        self._corner: list[float] = torch.rand(3, generator=generator).tolist()
+        self._before = {p: self._elements(p) for group in optimizer.param_groups for p in group["params"]}
+        self._moments: dict[Tensor, _Moment] = {}
+        for p, _, plan, state, view in _ours(optimizer):
+            form = plan.exp_avg
+            if isinstance(form, BlockQuantized) and plan.rule.name != _NOT_FOLLOWED and not plan.projection:
+                chunk = self._chunk(view, form)
+                stored = form.decode(state, "exp_avg", view, chunk)
+                param = read(sharding.to_local(p), view, chunk).to(stored.dtype, copy=True)
+                self._moments[p] = _Moment(int(state["step"]), stored, param)
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer) -> dict[str, float]:
+        """The numbers, once the optimizer has stepped; see docs/monitor.md. What cannot be measured is not in it."""
+        return {**_state_bytes(optimizer), **self._movement(optimizer), **self._codes(optimizer)}
+
+    def _elements(self, p: Tensor) -> Tensor:
+        """A copy of some elements of a parameter, or of all where it has few."""
+        local = sharding.to_local(p.detach())
+        size = local.numel()
+        if size > len(self._places):
+            local = local.take((self._places * size).long().clamp_(max=size - 1).to(local.device))
+        values = torch.view_as_real(local) if local.is_complex() else local
+        return values.to(accumulator(values.dtype), copy=True)
+
+    def _movement(self, optimizer: Optimizer) -> dict[str, float]:
+        """RMS of what the step added to the parameters with a gradient, and how many of them are not finite."""
+        squares: dict[str, float] = defaultdict(float)
+        elements: dict[str, int] = defaultdict(int)
+        broken = 0
+        for g, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                before = self._before.get(p)
+                if p.grad is None or before is None or not before.numel():
+                    continue
+                now = self._elements(p)
+                broken += not bool(now.isfinite().all())
+                moved = (now - before).square()
+                mean = float(torch.where(moved.isfinite(), moved, 0).mean(dtype=torch.float64))
+                for name in ("update_rms", f"update_rms/group_{g}"):
+                    squares[name] += mean * sharding.to_local(p).numel()
+                    elements[name] += sharding.to_local(p).numel()
+        rms = {name: math.sqrt(squares[name] / elements[name]) for name in squares}
+        return {**rms, "nonfinite": float(broken)} if rms else {}
+
+    def _codes(self, optimizer: Optimizer) -> dict[str, float]:
+        """Shares of extreme and of zero codes, and the radial bias of the first moment, of what was stepped."""
+        totals: dict[str, float] = defaultdict(float)
+        weights: dict[str, float] = defaultdict(float)
+        for p, group, plan, state, view in _ours(optimizer):
+            for name, form in plan.moments:
+                if not isinstance(form, BlockQuantized):
+                    continue
+                chunk = self._chunk(view, form)
+                stored = form.decode(state, name, view, chunk)
+                extreme = _extreme(form, read(state[name + "_codes"], view, chunk))
+                weight = float(state[name + "_codes"].numel())
+                for key, flags in ((f"{name}/saturated", extreme), (f"{name}/zero", stored == 0)):
+                    totals[key] += weight * float(flags.float().mean())
+                    weights[key] += weight
+                before = self._moments.get(p) if name == "exp_avg" else None
+                if before is None or int(state["step"]) == before.steps or not _lies_alike(p):
+                    continue
+                exact = _first_moment(p, group, plan, view, chunk, before, int(state["step"]))
+                each = weight / exact.numel()
+                totals["exp_avg/radial_bias"] += each * float(((stored - exact) * exact).sum(dtype=torch.float64))
+                weights["exp_avg/radial_bias"] += each * float(exact.square().sum(dtype=torch.float64))
+        return {name: totals[name] / weights[name] for name in totals if weights[name]}
+
+    def _chunk(self, view: Geometry, form: StateFormat) -> Chunk:
+        """Evenly spaced rows of one matrix, and of each the same run of columns, which begins with a block."""
+        (matrices, rows, cols), align = view.view3, form.align(view)
+        of_matrix, of_row, of_col = self._corner
+        start = int(of_col * math.ceil(cols / align)) * align
+        stop = min(start + max(RUN // align * align, align), cols)
+        step = max(1, math.ceil(rows * (stop - start) / DECODED))
+        first = int(of_row * min(step, rows))
+        matrix = int(of_matrix * matrices)
+        return slice(matrix, matrix + 1), slice(first, rows, step), slice(start, stop)
+
+
+def _ours(optimizer: Optimizer) -> Iterator[tuple[Tensor, Group, ParamPlan, State, Geometry]]:
+    """Parameters that one of daypack's optimizers has stepped, with their state: this process's part of it."""
+    if not isinstance(optimizer, CompressedOptimizer):
+        return
+    optimizer.wait()
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            state = optimizer.state.get(p)
+            if state and int(state["step"]) and sharding.to_local(p).numel():
+                plan = optimizer.plan_of(p, group, param_name(group, g, i))
+                yield p, group, plan, part_of(p, plan, state), sharding.local_view(p, plan)
+
+
+def _lies_alike(p: Tensor) -> bool:
+    """Whether this process has the gradient of what it has of the parameter, without asking another."""
+    return p.grad is not None and getattr(p.grad, "placements", None) == getattr(p, "placements", None)
+
+
+def _first_moment(
+    p: Tensor, group: Group, plan: ParamPlan, view: Geometry, chunk: Chunk, before: _Moment, steps: int
+) -> Tensor:
+    """The first moment before it was rounded: the rule's own, from what was stored before and the gradient."""
+    hyper = plan.rule.hyper(group, steps)
+    grad = read(sharding.to_local(cast(Tensor, p.grad)), view, chunk).to(before.stored.dtype)
+    seen = Elements(before.param, hyper.seen(grad, before.param), before.stored, torch.ones_like(before.stored))
+    return cast(Tensor, plan.rule.direction(seen, hyper, Norms(0.0, 0.0, 1))[1])
+
+
+def _extreme(form: BlockQuantized, codes: Tensor) -> Tensor:
+    """Which codes stand for the largest values that there are: both ends, or of an unsigned map the upper one."""
+    return codes == 255 if is_unsigned(form.codebook) else (codes == 0) | (codes == 255)
+
+
+def _state_bytes(optimizer: Optimizer) -> dict[str, float]:
+    """Bytes of state, in all and by format."""
+    totals: dict[str, float] = defaultdict(float)
+    seen: set[int] = set()
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            state = optimizer.state.get(p, {})
+            formats = _formats(optimizer, p, group, param_name(group, g, i)) if state else {}
+            for key, value in state.items():
+                kind = formats.get(key, "counter" if key == "step" else "dense")
+                totals[f"state_bytes/{kind}"] += value_bytes(value, seen)
+    return {"state_bytes": float(sum(totals.values())), **totals}
+
+
+def _formats(optimizer: Optimizer, p: Tensor, group: Group, name: str) -> dict[Any, str]:
+    """State key -> the format that it belongs to, in daypack's optimizers."""
+    if not isinstance(optimizer, CompressedOptimizer):
+        return {}
+    plan = optimizer.plan_of(p, group, name)
+    view = plan.view(p.shape)
+    return {
+        moment + spec.suffix: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(form).__name__).lower()
+        for moment, form in plan.moments
+        for spec in form.components(view, p.dtype)
+    }
