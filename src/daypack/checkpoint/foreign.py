@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from daypack.checkpoint import file as files
 from daypack.checkpoint import moments, snapshot
+from daypack.checkpoint.content import is_safetensors, torch_load, weights_in
 from daypack.checkpoint.live import torch_class
 from daypack.checkpoint.moments import PLAIN, Layout
-from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
+from daypack.checkpoint.snapshot import Coded, ParamState, Snapshot, Stored, Value
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
 from daypack.optim.state_dict import specs_of
@@ -115,11 +116,10 @@ def of_state_dict(packed: Mapping[str, Any], cls_name: str | None, shapes: Shape
         ValueError: not the state of an optimizer that is known.
     """
     groups, params = [], {}
-    named = named and all(
-        len(group.get("param_names") or ()) == len(group["params"]) for group in packed["param_groups"]
-    )
+    own = [_own_names(group) for group in packed["param_groups"]]
+    named = named and all(len(names) == len(g["params"]) for names, g in zip(own, packed["param_groups"], strict=True))
     for g, group in enumerate(packed["param_groups"]):
-        names = list(group["param_names"]) if named else [f"{g}.{i}" for i in range(len(group["params"]))]
+        names = own[g] if named else [f"{g}.{i}" for i in range(len(group["params"]))]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for name, key in zip(names, group["params"], strict=True):
             state = _entry(packed["state"].get(key, {}))
@@ -132,6 +132,12 @@ def of_state_dict(packed: Mapping[str, Any], cls_name: str | None, shapes: Shape
         groups = [(_momentum(options), names) for options, names in groups]
     renamed = {name: _renamed(entry, cls_name) for name, entry in params.items()}
     return Snapshot(cls_name, tuple(groups), renamed, named)
+
+
+def _own_names(group: Mapping[str, Any]) -> list[str]:
+    """The names of a group's parameters: in a distributed checkpoint they stand in place of their numbers."""
+    names = group.get("param_names") or [key for key in group["params"] if isinstance(key, str)]
+    return list(map(str, names))
 
 
 def _momentum(options: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +157,7 @@ def _entry(raw: Mapping[str, Any]) -> dict[str, Value]:
         elif key.startswith(("qmap", "absmax", "new_max", "max", "unorm_vec", "gnorm_vec")) and "state1" in flat:
             continue
         elif isinstance(value, Tensor) and hasattr(value, "dequantize") and hasattr(value, "codes"):
-            state[key] = Stored(tuple(value.shape), torch.float32, _dequantized(value), True)
+            state[key] = Stored(tuple(value.shape), torch.float32, _dequantized(value), True, coded=_torchao(value))
         elif isinstance(value, Tensor):
             state[key] = value if value.dim() == 0 else snapshot.of_tensor(value, True)
         elif value is None or isinstance(value, (int, float)):
@@ -171,6 +177,15 @@ def _dequantized(value: Any) -> Callable[[int, int], Tensor]:
         return whole.narrow(0, start, stop - start)
 
     return read
+
+
+def _torchao(value: Any) -> Coded | None:
+    """What a tensor of torchao holds: codes (two in a byte with 4 bits), a scale per block, and their levels."""
+    codes, scale = value.codes, getattr(value, "scale", None)
+    if not isinstance(scale, Tensor) or not scale.numel():
+        return None
+    form = "fp8" if codes.is_floating_point() else "8-bit" if codes.numel() == value.numel() else "4-bit"
+    return Coded(form, codes, scale, getattr(value, "qmap", None), value.numel() // scale.numel())
 
 
 def _bitsandbytes(flat: Mapping[str, Any], index: str) -> Value:
@@ -200,7 +215,8 @@ def _bitsandbytes(flat: Mapping[str, Any], index: str) -> Value:
         value: Tensor = (part * absmax.index_select(0, blocks)).view(stop - start, *codes.shape[1:])
         return value
 
-    return Stored(tuple(codes.shape), torch.float32, read, True)
+    coded = Coded("8-bit", codes, absmax, levels, size)
+    return Stored(tuple(codes.shape), torch.float32, read, True, coded=coded)
 
 
 def _shape(state: Mapping[str, Value]) -> tuple[tuple[int, ...], torch.dtype]:
@@ -289,63 +305,58 @@ def _fits(optimizer: CompressedOptimizer | Optimizer, options: Mapping[str, Any]
 
 
 def read(path: Path, cls_name: str | None = None) -> Snapshot:
+    """The state of `read_with_weights` alone."""
+    return read_with_weights(path, cls_name)[0]
+
+
+def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot, Mapping[str, Tensor]]:
     """State in any file that is known: our safetensors (or their shards), what ``torch.save`` made of an optimizer's
     ``state_dict()``, or a checkpoint of ``daypack train``. Nothing in it is run.
+
+    Returns:
+        The state, and the model's weights by name as far as the file holds them too.
 
     Raises:
         ValueError: missing, damaged, or none of these.
     """
-    if not path.is_file() or _is_safetensors(path):
-        return files.read(path)
+    if not path.is_file() or is_safetensors(path):
+        return files.read(path), {}
     from daypack.training.checkpoint import FORMAT, load_checkpoint
 
-    content = _torch_load(path)
+    content = torch_load(path)
     if isinstance(content, dict) and content.get("format") == FORMAT:
         checkpoint = load_checkpoint(path)
         if checkpoint.optimizer is None:
             raise ValueError(f"{path} holds no optimizer state")
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in checkpoint.model.items()}
         cls = REGISTRY[checkpoint.config.optimizer].__name__
-        return of_state_dict(checkpoint.optimizer, cls, shapes, named=True)
+        return of_state_dict(checkpoint.optimizer, cls, shapes, named=True), checkpoint.model
+    weights = weights_in(content)
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if isinstance(content, dict) and "param_groups" not in content and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
         raise ValueError(f"{path} is not the state of an optimizer; pass what torch.save made of its state_dict()")
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
     try:
-        return of_state_dict(content, cls_name and _class(cls_name), None, named=True)
+        return of_state_dict(content, cls_name and _class(cls_name), shapes, named=True), weights
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a state_dict as optimizers save it ({type(error).__name__}: {error})"
         ) from None
 
 
+def of_any(state: Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str]) -> Snapshot:
+    """State in whatever form it is: an optimizer, its ``state_dict()``, a file of either kind."""
+    if isinstance(state, Snapshot):
+        return state
+    if isinstance(state, Optimizer):
+        return take(state)
+    if isinstance(state, Mapping):
+        return of_state_dict(state, None, None, named=True)
+    return read(Path(state))
+
+
 def _class(name: str) -> str:
     """The class that a user means: a registered name, or a family of other libraries' optimizers."""
     return REGISTRY[name].__name__ if name in REGISTRY else family(name)
-
-
-def _is_safetensors(path: Path) -> bool:
-    """A safetensors file begins with the length of its header, then the header, an object in JSON."""
-    with path.open("rb") as file:
-        front = file.read(9)
-    return len(front) < 9 or front[8:] == b"{"
-
-
-def _torch_load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        text = " ".join(str(error).split())
-    if "torchao" in text:
-        try:
-            import torchao.optim  # type: ignore[import-not-found]  # noqa: F401 - it registers its tensors as safe
-        except ImportError:
-            raise ValueError(
-                f"{path} holds tensors of torchao, which is not installed; install it to read them"
-            ) from None
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            text = " ".join(str(error).split())
-    raise ValueError(f"damaged or unknown checkpoint {path}: {text:.200}")

@@ -7,6 +7,7 @@ import typer
 
 import daypack
 from daypack.cli import compare as compare_command
+from daypack.cli import inspect as inspect_commands
 from daypack.cli import plan as plan_command
 from daypack.cli import state as state_commands
 from daypack.cli import train as train_command
@@ -211,5 +212,5 @@ def train(
     return train_command.run(given, out=out, name=name, resumed=resume, checkpoint_every=checkpoint_every)
 
 
-for command in state_commands.COMMANDS:
+for command in (*inspect_commands.COMMANDS, *state_commands.COMMANDS):
     app.command()(command)

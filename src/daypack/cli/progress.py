@@ -25,11 +25,11 @@ class PipeConsole(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def make_console() -> Console:
-    """A console on stdout: colours and live display on a terminal, 100 columns of plain text otherwise."""
+def make_console(width: int = 100) -> Console:
+    """A console on stdout: colours and live display on a terminal, plain text of ``width`` columns otherwise."""
     if sys.stdout.isatty():
         return Console(highlight=False, markup=False)
-    return PipeConsole(highlight=False, markup=False, force_terminal=False, no_color=True, width=100)
+    return PipeConsole(highlight=False, markup=False, force_terminal=False, no_color=True, width=width)
 
 
 class Display:

@@ -36,10 +36,15 @@ def save_curve(results: Sequence[RunResult], path: Path) -> None:
 
 
 def curve_svg(results: Sequence[RunResult], theme: Theme, *, wide: bool) -> bytes:
-    """The figure as an SVG with a transparent background; the same input gives the same bytes."""
+    """The figure as an SVG."""
+    return svg(draw(results, theme, wide=wide))
+
+
+def svg(figure: Figure) -> bytes:
+    """A figure as an SVG with a transparent background; the same input gives the same bytes."""
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "daypack"}):
-        draw(results, theme, wide=wide).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return buffer.getvalue()
 
 
@@ -63,7 +68,8 @@ def draw(results: Sequence[RunResult], theme: Theme, *, wide: bool) -> Figure:
     if compared:
         axes[1].set_title(f"Validation loss minus {next(iter(groups))}'s")
     for panel in axes:
-        _style(panel, theme)
+        style(panel, theme)
+        panel.set_xlabel("step", color=theme.text)
     return figure
 
 
@@ -119,8 +125,8 @@ def _smooth(losses: Sequence[float]) -> np.ndarray:
     return np.asarray((total[end] - total[begin]) / (end - begin))
 
 
-def _style(axes: Axes, theme: Theme) -> None:
-    axes.set_xlabel("step", color=theme.text)
+def style(axes: Axes, theme: Theme) -> None:
+    """Axes in the colours of a theme, with a grid behind the data."""
     axes.title.set_color(theme.text)
     axes.title.set_fontsize(11)
     axes.tick_params(colors=theme.text)

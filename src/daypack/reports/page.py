@@ -1,13 +1,13 @@
 """A result as one self-contained HTML file: no script, no request, light and dark, desktop and phone."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from daypack.reports.curve import DARK, LIGHT, curve_svg
+from daypack.reports.curve import DARK, LIGHT, Theme, curve_svg
 from daypack.reports.table import cells
 from daypack.reports.verdict import caveat, headline, ratio, sentence
 from daypack.training.compare import Summary, summarise
@@ -39,14 +39,8 @@ class Provenance:
 def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
     """The HTML of a comparison or, with one result, of a single run."""
     summaries = summarise(results)
-    environment = Environment(
-        loader=PackageLoader("daypack.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
         headline=headline(summaries),
         sentences=[sentence(summary, summaries[0]) for summary in summaries[2:]],
         caveat=caveat(summaries),
@@ -55,10 +49,22 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
         unit=kind(summaries[0].task).unit,
         rows=[(*cells(summary), light, dark) for summary, light, dark in _coloured(summaries)],
         bars=_bars(summaries),
-        curves=_curves(results),
+        curves=sources(lambda theme, wide: curve_svg(results, theme, wide=wide)),
         settings=_settings(results),
         provenance=provenance,
     )
+
+
+def render(template: str, **content: Any) -> str:
+    """A template of this room, filled in; texts are escaped, and a name that is missing is an error."""
+    environment = Environment(
+        loader=PackageLoader("daypack.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(**content)
 
 
 def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
@@ -116,12 +122,12 @@ def _bars(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     ]
 
 
-def _curves(results: Sequence[RunResult]) -> dict[str, str]:
-    """Data URIs of the figure for each theme and width."""
+def sources(draw: Callable[[Theme, bool], bytes]) -> dict[str, str]:
+    """Data URIs of an SVG for each theme and width; ``draw`` takes the theme and whether it is wide."""
     return {
-        f"{theme}_{'wide' if wide else 'narrow'}": "data:image/svg+xml;base64,"
-        + base64.b64encode(curve_svg(results, colours, wide=wide)).decode()
-        for theme, colours in (("light", LIGHT), ("dark", DARK))
+        f"{name}_{'wide' if wide else 'narrow'}": "data:image/svg+xml;base64,"
+        + base64.b64encode(draw(theme, wide)).decode()
+        for name, theme in (("light", LIGHT), ("dark", DARK))
         for wide in (True, False)
     }
 
