@@ -346,15 +346,21 @@ def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot
         ) from None
 
 
-def of_any(state: Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str]) -> Snapshot:
-    """State in whatever form it is: an optimizer, its ``state_dict()``, a file of either kind."""
+def of_any(
+    state: Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str], cls_name: str | None = None
+) -> Snapshot:
+    """State in whatever form it is: an optimizer, its ``state_dict()``, a file of either kind.
+
+    Args:
+        cls_name: the optimizer that saved it, where a ``state_dict()`` or a file does not tell.
+    """
     if isinstance(state, Snapshot):
         return state
     if isinstance(state, Optimizer):
         return take(state)
     if isinstance(state, Mapping):
-        return of_state_dict(state, None, None, named=True)
-    return read(Path(state))
+        return of_state_dict(state, cls_name and _class(cls_name), None, named=True)
+    return read(Path(state), cls_name)
 
 
 def _class(name: str) -> str:

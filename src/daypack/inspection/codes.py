@@ -83,7 +83,8 @@ def code_stats(stored: Codes) -> CodeStats:
     """Measure codes, a chunk at a time."""
     levels, block = stored.levels.double(), stored.block_size
     rows, cols = stored.codes.shape
-    errors, used = expected_errors(levels, stored.dithered), levels != 0
+    errors, used, end = expected_errors(levels, stored.dithered), levels != 0, torch.zeros(LEVELS, dtype=torch.bool)
+    end[-1], end[0] = True, bool(levels[0] < 0)
     counts, squared, zero = torch.zeros(LEVELS, dtype=torch.int64), 0.0, 0
     view = geometry((rows, cols))
     pool, grid = Pool(*stored.scale.shape), geometry(tuple(stored.scale.shape))
@@ -95,11 +96,12 @@ def code_stats(stored: Codes) -> CodeStats:
         live = (blocked(used[codes].to(torch.uint8), block).amax(-1) > 0) & (scale != 0)
         zero += int((~live).sum())
         scale = torch.where(scale.isfinite(), scale, 0)
-        squared += float((blocked(errors[codes], block).sum(-1) * scale.square()).sum())
+        # One element of a block is its absmax, which the scale holds, at no error.
+        exact = errors[-1] * blocked(end[codes].to(torch.uint8), block).amax(-1)
+        squared += float(((blocked(errors[codes], block).sum(-1) - exact) * scale.square()).sum())
         blocks = slice(start, start + scale.shape[1])
         pool.add(grid, (slice(None), chunk[1], blocks), scale[None])
     total = stored.scale.numel()
-    ends = int(counts[-1]) + (int(counts[0]) if levels[0] < 0 else 0)
-    beyond, others = ends - (total - zero), rows * cols - (total - zero)
+    beyond, others = int(counts[end].sum()) - (total - zero), rows * cols - (total - zero)
     saturated = max(0.0, beyond / others) if others else 0.0
     return CodeStats(total, zero, saturated, squared, counts, pool.mean())

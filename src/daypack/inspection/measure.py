@@ -74,11 +74,7 @@ def _param(name: str, form: Form, opened: Opened, seen: set[int], pictures: bool
         weights = None
     update, why = motion.update_rms(form, weights)
     elements = torch.Size(form.entry.shape).numel()
-    nonfinite = {
-        key: count
-        for key, value in form.tensors().items()
-        if value.is_floating_point() and (count := int((~value.isfinite()).sum()))
-    }
+    nonfinite = {key: count for key, value in form.tensors().items() if (count := _nonfinite(value))}
     return ParamStats(
         name=name,
         shape=form.entry.shape,
@@ -95,6 +91,14 @@ def _param(name: str, form: Form, opened: Opened, seen: set[int], pictures: bool
         faults=(*form.faults, *_faults(form, nonfinite)),
         note=note or why,
     )
+
+
+def _nonfinite(value: Tensor) -> int:
+    """Elements that are NaN or infinite."""
+    if not value.is_floating_point():
+        return 0
+    wide = value if value.element_size() > 1 else value.float()  # torch does not ask 8-bit floats
+    return int((~wide.isfinite()).sum())
 
 
 def _components(form: Form, seen: set[int]) -> dict[str, int]:

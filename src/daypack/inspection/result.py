@@ -293,8 +293,8 @@ def _warnings(param: ParamStats) -> Iterable[Warn]:
         yield warn("not finite", f"{key} holds {count:,} {_plural(count, 'value')} that are NaN or infinite")
     for fault in param.faults:
         yield warn("damaged", fault)
-    if param.unused and not any(param.nonfinite.values()):
-        last = param.moments[-1]
+    last = param.moments[-1] if param.moments else None
+    if last is not None and param.unused and not any(key.startswith(last.moment) for key in param.nonfinite):
         what = "second moment" if last.moment == "exp_avg_sq" else "first moment"
         yield warn("dead", f"the {what} is 0 in {_of(param.unused, last.rows, 'row')}: no gradient reached them")
     if param.stalled:

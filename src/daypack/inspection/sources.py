@@ -49,7 +49,7 @@ def open_state(
         found, held = foreign.read_with_weights(path, optimizer)
         about = str(path)
     else:
-        found = foreign.of_any(source)
+        found = foreign.of_any(source, optimizer)
         about = type(source).__name__
         if isinstance(source, Optimizer):
             names, _ = snapshot.names_of(source)
