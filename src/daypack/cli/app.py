@@ -19,7 +19,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
-    no_args_is_help=True,
 )
 
 DEFAULT = TrainConfig()
@@ -128,7 +127,8 @@ def compare(
 
     Shows loss and accuracy on held-out data, measured bytes of optimizer state per parameter, time per optimizer step
     and wall time. Writes report.html, loss.png, metrics.jsonl and config.json to OUT/NAME once all runs are done; an
-    earlier comparison of that name is replaced then, anything else there is refused.
+    earlier comparison of that name is replaced then, anything else there is refused. Progress goes to stderr, the
+    result to stdout.
 
     Example: daypack compare --optimizers adamw,gefen --seeds 3 --model tiny, or with --task images
     """
@@ -171,7 +171,9 @@ def train(
     dtype: Dtype = None,
     threads: Threads = None,
     parallel: Parallel = None,
-    out: Out = Path("runs"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder that results go below.", show_default=str(train_command.OUT))
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Folder of this run below --out.", show_default="the optimizer")
     ] = None,
@@ -181,14 +183,15 @@ def train(
         typer.Option(
             help="Go on from a run's folder or its checkpoint.pt, bit for bit. The checkpoint has all settings; "
             "only --data (if the same text has moved), --device, --threads and --eval-every may differ; --parallel "
-            "and --checkpoint-every are to be given again."
+            "and --checkpoint-every are to be given again, --out and --name left out."
         ),
     ] = None,
 ) -> int:
     """Train one model with one optimizer, with checkpoints.
 
     Writes checkpoint.pt, metrics.jsonl, and at the end report.html and loss.png, to OUT/NAME, which must be new. Ctrl-C
-    (or SIGTERM) finishes the step, saves, and exits with code 130 (143); --resume goes on from there.
+    (or SIGTERM) finishes the step, saves, and exits with code 130 (143); --resume goes on from there. A run that
+    diverges exits with code 1. Progress goes to stderr, the result to stdout.
 
     Example: daypack train --optimizer gefen --steps 2000, later: daypack train --resume runs/gefen
     """

@@ -1,5 +1,6 @@
 """`daypack train`: one optimizer, with checkpoints."""
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from signal import SIGTERM
 from typing import Any
 
 from daypack.cli.compare import config_of, provenance
-from daypack.cli.progress import Display, make_console
+from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import StopRequest
 from daypack.reports.folder import (
     RecordWriter,
@@ -27,18 +28,28 @@ from daypack.training.loop import finish, thread_count
 from daypack.training.parallel import only_first, processes
 
 CHECKPOINT = "checkpoint.pt"
+OUT = Path("runs")  # the folder that new runs go below
+DIVERGED = 1  # exit code of a run whose loss ended on something that is not finite
 # What may differ from the checkpoint: where and how long something runs, not what is computed.
 MAY_DIFFER = ("data", "device", "threads", "eval_every", "parallel")
 
 
-def run(given: Mapping[str, Any], *, out: Path, name: str | None, resumed: Path | None, checkpoint_every: int) -> int:
+def run(
+    given: Mapping[str, Any], *, out: Path | None, name: str | None, resumed: Path | None, checkpoint_every: int
+) -> int:
     """Begin a run, or go on with one; returns the exit code. Of several ranks the first one prints and writes."""
+    for option, value in (("--out", out), ("--name", name)):
+        if resumed is not None and value is not None:
+            raise ValueError(
+                f"{option} {value} has no meaning with --resume {resumed}, which goes on in its own folder; "
+                f"leave {option} out"
+            )
     given = {**given, "parallel": given.get("parallel") or "none"}
     if resumed is None:
         config_of(given)  # what is wrong with it alone is said before anything is set up
     with processes(given["parallel"], given.get("device") or "cpu") as ranks:
         if resumed is None:
-            with only_first(ranks, out) as out:
+            with only_first(ranks, out or OUT) as out:
                 return start(given, out=out, name=name, checkpoint_every=checkpoint_every)
         path = resumed / CHECKPOINT if resumed.is_dir() else resumed
         with only_first(ranks, path.parent) as folder:
@@ -94,10 +105,11 @@ def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> Trai
 def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -> int:
     """Train to the end or to a signal, saving to `path`; returns the exit code."""
     console, folder, config = make_console(), path.parent, job.config
+    progress = progress_console(quiet=not job.ranks.first)
     if job.step:
-        console.print(f"{path}: going on after step {job.step} of {config.steps}", soft_wrap=True)
+        progress.print(f"{path}: going on after step {job.step} of {config.steps}", soft_wrap=True)
     saved = job.step if job.step else None
-    with StopRequest() as stop, RecordWriter(folder) as writer, Display(console, config.steps, job.step) as display:
+    with StopRequest() as stop, RecordWriter(folder) as writer, Display(progress, config.steps, job.step) as display:
         while job.step < config.steps and not job.ranks.any(stop.signal is not None):
             record = job.advance()
             records.append(record)
@@ -122,7 +134,11 @@ def _go_on(job: Job, path: Path, records: list[Record], checkpoint_every: int) -
     write_report(folder, "train", provenance(folder.name, job.task, config.threads), [result])
     console.print(comparison_table(summarise([result])))
     console.print(f"report: {folder / 'report.html'}  checkpoint: {path}", soft_wrap=True)
-    return 0
+    if math.isfinite(result.validation_loss):
+        return 0
+    if job.ranks.first:
+        print("daypack: the run diverged: its loss is not finite; try a lower --lr", file=sys.stderr)
+    return DIVERGED
 
 
 def _require_positive(checkpoint_every: int) -> None:
