@@ -113,7 +113,7 @@ class StateDiff:
         for where, names in zip("AB", self.only, strict=True):
             lines += [f"only in {where}: {name}" for name in names]
         lines += [f"{p.name}: shape {p.shapes[0]} -> {p.shapes[1]}" for p in self.params if "shapes" in p.changes]
-        lines += [f"{key}: {a} -> {b} ({n} parameters)" for key, a, b, n in self.options]
+        lines += [f"{key}: {_arrow(a, b)} ({n} parameters)" for key, a, b, n in self.options]
         for what in ("rules", "formats", "steps"):
             lines += [f"{what[:-1]}: {a} -> {b} ({n} parameters)" for a, b, n in self.changed(what)]
         same = sum(param.identical for param in self.params)
@@ -235,6 +235,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _arrow(a: Any, b: Any) -> str:
+    """Both values, numbers in as many digits as it takes to tell them apart."""
+    if isinstance(a, float) and isinstance(b, float) and f"{a:.6g}" != f"{b:.6g}":
+        return f"{a:.6g} -> {b:.6g}"
+    return f"{a} -> {b}"
 
 
 def _identical(a: Form, b: Form) -> bool:

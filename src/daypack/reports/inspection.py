@@ -81,7 +81,7 @@ _OPTIONAL = ("lr update\n/ weight", "dead\nrows", "not\nfinite", "error", "updat
 
 
 #: Which columns go first where a terminal is too narrow.
-_DROPPED = ("rule", "bytes", "role", "error", "update\nRMS", "step", "stored as", "|√v|", "|m|")
+_DROPPED = ("rule", "bytes", "role", "step", "update\nRMS", "error", "stored as", "|√v|", "|m|")
 
 
 def columns_for(params: Sequence[ParamStats]) -> list[tuple[str, bool, Callable[[ParamStats], str]]]:
@@ -143,7 +143,7 @@ def _diff_row(param: ParamDiff) -> list[str]:
     cells = []
     for name in ("exp_avg", "exp_avg_sq"):
         found = next((each for each in param.moments if each.moment == name), None)
-        cells += [number(found.distance, ".3e"), number(found.cosine, ".6f")] if found else ["", ""]
+        cells += [number(found.distance, ".3g"), number(found.cosine, ".6f")] if found else ["", ""]
     changed = [what[:-1] for what in param.changes] + list(param.options)
     note = [param.note] if param.note and "shapes" not in param.changes else []
     return [param.name, ", ".join([*changed, *note]), *cells, "same" if param.identical else "differ"]
