@@ -147,6 +147,17 @@ def test_damaged_values_and_shapes_are_told_and_do_not_stop_the_rest() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 2.5])
+def test_a_damaged_count_of_steps(value: float) -> None:
+    optimizer, state = trained("gefen")
+    state["step"].fill_(value)
+    texts = [each.text for each in warnings(optimizer)]
+    assert f"step is {value:g}, not a whole number from 0" in texts
+    param = daypack.inspect_state(optimizer).params[1]
+    assert (param.step, param.update) == (None, None)
+    assert len(param.moments) == 2
+
+
 def test_an_update_that_is_large_beside_the_weights() -> None:
     params = {"small.weight": torch.nn.Parameter(torch.full((16, 16), 1e-3))}
     optimizer = daypack.AdamW(params.items(), lr=1e-2, weight_decay=0)

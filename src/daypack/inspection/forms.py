@@ -55,8 +55,9 @@ class Form:
 
     @property
     def step(self) -> int | None:
+        """Steps taken; None if they are not counted, or their count is damaged."""
         value = self.state.get("step")
-        return int(value) if self.counts and value is not None else None
+        return int(value) if self.counts and value is not None and _is_count(value) else None
 
     def numbers(self, moment: str) -> Numbers:
         return moments.numbers(self.state, self.kept[moment], self.view, self.entry.dtype, 1.0)
@@ -115,15 +116,22 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
             rule, projection, view = plan.rule, plan.projection, plan.view(entry.shape)
             kept = {moment: Moment(form, moment) for moment, form in plan.moments if moment in MOMENTS}
         stored = {key: value.whole() if isinstance(value, Stored) else value for key, value in entry.state.items()}
-        faults = [] if not entry.state else [*_misfits(stored, kept, view, entry.dtype, plan is not None)]
+        faults = _misfits(stored, kept, view, entry.dtype, plan is not None) if entry.state else []
         if faults or not entry.state:
             kept = {}
+        step: Any = stored.get("step", 0)
+        if not _is_count(step):
+            faults.append(f"step is {float(step):g}, not a whole number from 0")
         kept = {moment: at for moment, at in kept.items() if plan is not None or stored.get(at.key) is not None}
         for at in kept.values():
             at.form.load_(stored, at.key, view)
         return Form(entry, options[name], rule, view, kept, stored, found.counts, projection, tuple(faults))
 
     return read
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, float, Tensor)) and float(value) >= 0 and float(value).is_integer()
 
 
 def _misfits(
