@@ -114,11 +114,11 @@ def test_warnings_come_last_and_do_not_change_the_exit_code(
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "nan.pt")
     assert run(["inspect", str(tmp_path / "nan.pt")]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"warning: not finite: {LONG}: exp_avg_scale holds 1 value that are NaN or infinite"
+    assert last == f"warning: not finite: {LONG}: exp_avg_scale holds 1 value that is NaN or infinite"
     assert run(["inspect", str(tmp_path / "nan.pt"), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["warnings"] == [
-        {"param": LONG, "kind": "not finite", "text": "exp_avg_scale holds 1 value that are NaN or infinite"}
+        {"param": LONG, "kind": "not finite", "text": "exp_avg_scale holds 1 value that is NaN or infinite"}
     ]
 
 

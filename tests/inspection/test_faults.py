@@ -59,7 +59,7 @@ def test_values_that_are_not_finite(name: str, key: str, decoded: int | None, va
     state[key].view(-1)[3] = value
     warning, *others = warnings(optimizer)
     assert {each.kind for each in others} <= {"large update"}  # a mean that is NaN makes v 0
-    assert (warning.kind, warning.text) == ("not finite", f"{key} holds 1 value that are NaN or infinite")
+    assert (warning.kind, warning.text) == ("not finite", f"{key} holds 1 value that is NaN or infinite")
     param = daypack.inspect_state(optimizer).params[1]
     assert param.nonfinite == {key: 1}
     hurt = param.moments["_sq" in key]

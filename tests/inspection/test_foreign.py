@@ -70,7 +70,7 @@ def test_bitsandbytes_faults() -> None:
     saved["state"][0]["absmax1"][2] = float("nan")
     saved["state"][0]["absmax2"][0] = 0
     kinds = {each.kind: each for each in daypack.inspect_state(saved).warnings}
-    assert kinds["not finite"].text == "exp_avg_scale holds 1 value that are NaN or infinite"
+    assert kinds["not finite"].text == "exp_avg_scale holds 1 value that is NaN or infinite"
     assert "the second moment is 0 in 1 of 37 rows" in kinds["dead"].text  # what its other block holds is below 1/510
     saved["state"][0]["absmax2"][1] = 0
     assert any("exp_avg_sq is 0 in 2 of 44 blocks" in each.text for each in daypack.inspect_state(saved).warnings)

@@ -63,7 +63,7 @@ def test_the_page_says_what_was_found() -> None:
     for words in (
         f"Gefen: {found.total.bytes_per_param:.3f} bytes of state per parameter",
         f"{found.total.bytes:,} bytes",
-        "norm.weight : exp_avg_sq holds 1 value that are NaN or infinite".replace(" :", ":"),
+        "norm.weight : exp_avg_sq holds 1 value that is NaN or infinite".replace(" :", ":"),
         "8-bit learned/256 + factored",
         f"All {40 * 64 + 24 * 520 + 8 * 8 * 9:,} codes of 3 parameters",
         "root of the second moment",

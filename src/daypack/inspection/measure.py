@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack.checkpoint.snapshot import Snapshot
-from daypack.formats.base import Geometry
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
@@ -42,7 +41,7 @@ def inspect_state(
             itself. With them updates are compared with weights.
         match: patterns of names (``*`` stands for any text); only parameters that one matches are measured.
         optimizer: the optimizer that saved the state, where the state does not tell.
-        pictures: measure what `daypack.reports.inspection` draws too.
+        pictures: measure what `daypack.reports.inspection_page` draws too.
 
     Returns:
         One `ParamStats` for each parameter. Nothing in ``source`` is changed.
@@ -136,15 +135,15 @@ def _moment(form: Form, moment: str, pictures: bool) -> MomentStats:
     else:
         stored = codes.of_coded(coded) if coded is not None else None
     if stored is not None and result.elements:
-        return _with_codes(result, stored, numbers_norm(form, moment, found.norm), picture)
+        return _with_codes(result, stored, _plain_norm(form, moment, found.norm), picture)
     if isinstance(at.form, BlockMean):
         means = form.state[at.key + "_block"]
         result = replace(result, blocks=means.numel(), zero_blocks=int((means == 0).sum()))
     exact = isinstance(at.form, Dense) and coded is None
-    return replace(result, error=_rounding(form.state[at.key], view) if exact else None, picture=picture)
+    return replace(result, error=_rounding(form.state[at.key]) if exact else None, picture=picture)
 
 
-def numbers_norm(form: Form, moment: str, norm: float) -> float:
+def _plain_norm(form: Form, moment: str, norm: float) -> float:
     """The norm of a moment itself; ``norm`` is that of its root for the second."""
     if moment == "exp_avg":
         return norm
@@ -166,7 +165,7 @@ def _with_codes(result: MomentStats, stored: codes.Codes, norm: float, picture: 
     )
 
 
-def _rounding(stored: Tensor, view: Geometry) -> float:
+def _rounding(stored: Tensor) -> float:
     """Expected RMS of rounding to a 16-bit type, relative to the RMS of what is stored; 0 for wider types.
 
     A number is off by up to half a unit in its last place, either way: ``ulp^2 / 12`` in the mean.

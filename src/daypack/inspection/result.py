@@ -290,7 +290,10 @@ def _warnings(param: ParamStats) -> Iterable[Warn]:
         return Warn(param.name, kind, text)
 
     for key, count in param.nonfinite.items():
-        yield warn("not finite", f"{key} holds {count:,} {_plural(count, 'value')} that are NaN or infinite")
+        yield warn(
+            "not finite",
+            f"{key} holds {count:,} {'value that is' if count == 1 else 'values that are'} NaN or infinite",
+        )
     for fault in param.faults:
         yield warn("damaged", fault)
     last = param.moments[-1] if param.moments else None
