@@ -16,7 +16,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Imports run downward: a room may import its own layer and those below. Rooms that do not exist yet have their place.
 LAYERS = (
     {"cli", "integrations"},
-    {"training", "reports", "planner", "checkpoint", "telemetry"},
+    {"training", "reports", "planner", "checkpoint", "inspection", "telemetry"},
     {"optim"},
     {"kernels", "placement", "sharding", "weights"},
     {"calibration", "formats", "rules", "update", "projection"},

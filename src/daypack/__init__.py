@@ -20,6 +20,7 @@ from daypack.telemetry import monitor
 if TYPE_CHECKING:
     from daypack import checkpoint
     from daypack.checkpoint import convert, transplant
+    from daypack.inspection import diff_states, inspect_state
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,7 +39,9 @@ __all__ = [
     "checkpoint",
     "convert",
     "create",
+    "diff_states",
     "estimate_state",
+    "inspect_state",
     "materialize_state",
     "monitor",
     "names",
@@ -48,14 +51,21 @@ __all__ = [
     "transplant",
 ]
 
-_LATE = ("checkpoint", "convert", "transplant")
+#: Names of rooms that are imported late, and the room of each late name.
+_ROOMS = ("checkpoint", "inspection")
+_LATE = {
+    "convert": "checkpoint",
+    "transplant": "checkpoint",
+    "diff_states": "inspection",
+    "inspect_state": "inspection",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is first asked for."""
-    if name in _LATE:
+    if name in _ROOMS or name in _LATE:
         import importlib
 
-        room = importlib.import_module("daypack.checkpoint")
-        return room if name == "checkpoint" else getattr(room, name)
+        room = importlib.import_module(f"daypack.{_LATE.get(name, name)}")
+        return room if name in _ROOMS else getattr(room, name)
     raise AttributeError(f"module 'daypack' has no attribute {name!r}")

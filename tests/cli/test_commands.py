@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,13 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     return content
 
 
+def without_progress(errors: str) -> list[str]:
+    """Lines of stderr but those that say how far a run is."""
+    return [
+        line for line in errors.splitlines() if not re.fullmatch(r".*: (step \d+/\d+ .*|going on after step.*)", line)
+    ]
+
+
 def assert_same(one: Any, other: Any, where: str = "") -> None:
     """Bitwise equality of nested checkpoint content."""
     if isinstance(one, torch.Tensor):
@@ -65,7 +73,7 @@ def test_other_tasks_are_compared_and_resumed(tmp_path: Path, capsys: pytest.Cap
     common = ["--task", task, "--model", "tiny", "--eval-every", "2", "--out", str(tmp_path)]
     assert run(["compare", *common, "--steps", "4", "--name", "x"]) == 0
     shown = capsys.readouterr()
-    assert shown.err == ""
+    assert without_progress(shown.err) == []
     assert {"images": "nats/image", "graph": "nats/node"}[task] in shown.out
     assert "right" in shown.out
     assert all(0 <= line["accuracy"] <= 1 for line in records(tmp_path / "x") if line["validation"] is not None)
@@ -80,9 +88,10 @@ def test_compare_writes_what_it_shows(tmp_path: Path, data: Path, capsys: pytest
     arguments = ["compare", *SMALL, "--data", str(data), "--out", str(out), "--name", "x", "--seeds", "2"]
     assert run([*arguments, "--optimizers", "adamw,gefen", "--lr", "adamw=2e-3,gefen=1e-3"]) == 0
     shown = capsys.readouterr()
-    assert shown.err == ""
-    assert "\x1b" not in shown.out
-    assert "gefen, seed 1: step 8/8" in shown.out
+    assert without_progress(shown.err) == []
+    assert "\x1b" not in shown.out + shown.err
+    assert "gefen, seed 1: step 8/8" in shown.err
+    assert "step 8/8" not in shown.out
     assert "0.002" in shown.out
     assert "B/param" in shown.out
     folder = out / "x"
@@ -131,7 +140,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     with (cut / "monitor.jsonl").open("a") as file:
         file.write('{"step": 5, "ta')  # cut short by the power
     assert run(["train", "--resume", str(cut), "--checkpoint-every", "3", "--monitor", "1"]) == 0
-    assert "going on after step 3 of 8" in capsys.readouterr().out
+    assert "going on after step 3 of 8" in capsys.readouterr().err
     varying = {"seconds", "optimizer_ms"}
     one, other = ([{k: v for k, v in line.items() if k not in varying} for line in records(f)] for f in (straight, cut))
     assert one == other
@@ -169,8 +178,8 @@ def interrupt(
     except subprocess.TimeoutExpired:
         process.send_signal(number)
         shown, errors = process.communicate(timeout=60)
-    assert "\x1b" not in shown
-    return process.returncode, shown, errors
+    assert "\x1b" not in shown + errors
+    return process.returncode, shown, "\n".join(without_progress(errors))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -185,13 +194,49 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path: Path, data: Pat
     assert [line["step"] for line in records(out / "adamw")] == list(range(1, stopped + 1))
 
 
-def test_an_interrupted_comparison_keeps_its_records_and_touches_nothing_else(tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_comparison_keeps_its_records_and_touches_nothing_else(
+    tmp_path: Path, data: Path, number: int, code: int
+) -> None:
     out = tmp_path / "runs"
     arguments = ["compare", *SMALL, "--data", str(data), "--out", str(out), "--steps", "100000", "--name", "x"]
-    returned, _, errors = interrupt(arguments, out, ".x.*/metrics.jsonl", signal.SIGINT, again=True)
+    returned, _, errors = interrupt(arguments, out, ".x.*/metrics.jsonl", number, again=True)
     (kept,) = out.iterdir()
-    assert (returned, errors) == (130, f"daypack: interrupted; what was measured so far is in {kept}\n")
+    assert (returned, errors) == (code, f"daypack: interrupted; what was measured so far is in {kept}")
     assert records(kept)[0]["step"] == 1
+
+
+def test_a_comparison_that_is_terminated_before_its_first_record_leaves_nothing(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from daypack.training import Job
+
+    monkeypatch.setattr(Job, "advance", lambda job: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(["compare", *SMALL, "--data", str(data), "--out", str(tmp_path / "runs")]) == 143
+    assert capsys.readouterr().err == "daypack: interrupted\n"
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_batch_that_no_memory_holds_is_one_line(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from daypack.training import Job
+
+    monkeypatch.setattr(Job, "advance", lambda job: torch.empty(1 << 60, dtype=torch.uint8))
+    assert run(["compare", *SMALL, "--data", str(data), "--out", str(tmp_path / "runs")]) == 2
+    refused(capsys, "not enough memory: 1,152,921,504,606,846,976 bytes in one piece", "smaller --batch")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_that_diverges_says_so_and_fails(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", *SMALL, "--data", str(data), "--out", str(tmp_path), "--optimizer", "sgd", "--lr", "1e30"]
+    assert run(arguments) == 1
+    shown = capsys.readouterr()
+    assert without_progress(shown.err) == ["daypack: the run diverged: its loss is not finite; try a lower --lr"]
+    assert "diverged" in shown.out
+    assert (tmp_path / "sgd" / "report.html").exists()
 
 
 def test_a_checkpoint_without_optimizer_state_warns_in_one_line(
@@ -204,7 +249,7 @@ def test_a_checkpoint_without_optimizer_state_warns_in_one_line(
     torch.save({**content, "step": 4}, out / "adamw" / "checkpoint.pt")
     capsys.readouterr()
     assert run(["train", "--resume", str(out / "adamw")]) == 0
-    lines = capsys.readouterr().err.splitlines()
+    lines = without_progress(capsys.readouterr().err)
     assert len(lines) == 1
     assert lines[0].startswith("daypack: warning: ")
     assert "the moments restart from zero at step 4" in lines[0]
@@ -217,7 +262,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["compare", "--lr", "fast"], ["--lr 'fast'", "2e-3"]),
     (["compare", "--lr", "adamw=1e-3"], ["--lr adamw=1e-3", "gefen"]),
     (["compare", "--steps", "-5"], ["steps", "-5"]),
-    (["compare", "--steps", "many"], ["--steps", "daypack --help"]),
+    (["compare", "--steps", "many"], ["--steps", "daypack compare --help"]),
     (["compare", "--seeds", "0"], ["seeds", "0"]),
     (["compare", "--device", "warp"], ["'warp'", "--device cpu"]),
     (["compare", "--dtype", "float8"], ["'float8'", "bfloat16"]),
@@ -231,8 +276,11 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["compare", "--task", "images", "--parallel", "ddp"], ["'ddp'", "text task"]),
     (["train", "--task", "graph", "--parallel", "fsdp2"], ["'fsdp2'", "text task"]),
     (["compare", "--name", "../x"], ["--name", "'../x'"]),
-    (["compare", "--nosuch"], ["--nosuch", "daypack --help"]),
-    (["nosuch"], ["nosuch", "daypack --help"]),
+    (["compare", "--nosuch"], ["--nosuch", "daypack compare --help"]),
+    (["nosuch"], ["nosuch", "see daypack --help"]),
+    (["train", "--threads", "100000"], ["threads must be at most 1024, got 100000"]),
+    (["train", "--batch", "99999999999999999999999"], ["batch must be at most 2147483647"]),
+    (["train", "--resume", "nowhere", "--name", "x"], ["leave --out out"]),
     (["train", "--optimizer", "nosuch"], ["nosuch", "gefen"]),
     (["train", "--checkpoint-every", "0"], ["--checkpoint-every", "0"]),
     (["train", "--monitor", "0"], ["--monitor", "0"]),
@@ -276,6 +324,8 @@ def test_a_bad_resume_changes_nothing(tmp_path: Path, data: Path, capsys: pytest
         (["train", "--resume", str(folder), "--model", "small"], ["--model small", "--model tiny", "--name"]),
         (["train", "--resume", str(folder), "--steps", "9"], ["--steps 9", "--steps 8"]),
         (["train", "--resume", str(folder), "--optimizer", "gefen"], ["--optimizer gefen"]),
+        (["train", "--resume", str(folder), "--name", "x"], [f"--name x has no meaning with --resume {folder}"]),
+        (["train", "--resume", str(folder), "--out", "x"], ["--out x has no meaning", "leave --out out"]),
         (["train", "--resume", str(folder), "--data", str(folder)], ["other data"]),
         (["compare", "--out", str(out), "--name", "adamw"], ["not written by daypack compare", "--name"]),
     ]:
@@ -302,6 +352,11 @@ def test_an_output_folder_that_cannot_be_is_one_line(
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"daypack {daypack.__version__}\n"
+    assert run([]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert len(shown.out.splitlines()) > 12
+    assert "Usage: daypack" in shown.out
     for command, words in (("compare", "adamw=2e-3"), ("train", "--resume runs/gefen")):
         assert run([command, "--help"]) == 0
         shown = " ".join(capsys.readouterr().out.split())
@@ -328,19 +383,20 @@ def test_importing_the_library_imports_nothing_of_the_command_line() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
+@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("job", ["train", "compare"])
-def test_a_reader_that_leaves_does_not_end_the_job(job: str, tmp_path: Path, data: Path) -> None:
-    """`daypack train | head -1` trains to the end."""
+def test_a_reader_that_leaves_does_not_end_the_job(job: str, merged: bool, tmp_path: Path, data: Path) -> None:
+    """`daypack train | head -1` trains to the end, and `daypack train 2>&1 | head -1` too."""
     arguments = [job, *SMALL, "--data", str(data), "--out", str(tmp_path / "runs"), "--name", "x"]
+    errors = subprocess.STDOUT if merged else subprocess.PIPE
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT, cwd=ROOT
     )
     assert process.stdout is not None
-    assert process.stderr is not None
     assert process.stdout.readline()
     process.stdout.close()
-    complaint = process.stderr.read()
+    complaint = process.stderr.read() if process.stderr else ""
     assert process.wait(timeout=60) == 0, complaint
-    assert complaint == ""
+    assert without_progress(complaint) == []
     assert records(tmp_path / "runs" / "x")[-1]["step"] == 8
     assert (tmp_path / "runs" / "x" / "report.html").exists()

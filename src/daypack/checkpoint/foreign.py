@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from daypack.checkpoint import file as files
 from daypack.checkpoint import libraries, moments, snapshot
+from daypack.checkpoint.content import is_safetensors, torch_load, weights_in
 from daypack.checkpoint.live import torch_class
 from daypack.checkpoint.moments import PLAIN, Layout
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
@@ -291,27 +292,37 @@ def _shapes_of(
 
 
 def read(path: Path, cls_name: str | None = None) -> Snapshot:
+    """The state of `read_with_weights` alone."""
+    return read_with_weights(path, cls_name)[0]
+
+
+def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot, Mapping[str, Tensor]]:
     """State in any file that is known: our safetensors (or their shards), what ``torch.save`` made of an optimizer's
     ``state_dict()``, or a checkpoint of ``daypack train``. Nothing in it is run.
 
     Args:
         cls_name: who saved it, for a ``state_dict()`` that leaves it open: a registered name or a family.
 
+    Returns:
+        The state, and the model's weights by name as far as the file holds them too.
+
     Raises:
         ValueError: missing, damaged, none of these, or not of ``cls_name``.
     """
-    if not path.is_file() or _is_safetensors(path):
-        return _confirmed(files.read(path), cls_name, path)
+    if not path.is_file() or is_safetensors(path):
+        return _confirmed(files.read(path), cls_name, path), {}
     from daypack.training.checkpoint import FORMAT, load_checkpoint
 
-    content = _torch_load(path)
+    content = torch_load(path)
     if isinstance(content, dict) and content.get("format") == FORMAT:
         checkpoint = load_checkpoint(path)
         if checkpoint.optimizer is None:
             raise ValueError(f"{path} holds no optimizer state")
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in checkpoint.model.items()}
         cls = REGISTRY[checkpoint.config.optimizer].__name__
-        return _confirmed(of_state_dict(checkpoint.optimizer, cls, shapes, named=True), cls_name, path)
+        found = of_state_dict(checkpoint.optimizer, cls, shapes, named=True)
+        return _confirmed(found, cls_name, path), checkpoint.model
+    weights = weights_in(content)
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if isinstance(content, dict) and "param_groups" not in content and isinstance(content.get(key), dict):
             content = content[key]
@@ -319,8 +330,9 @@ def read(path: Path, cls_name: str | None = None) -> Snapshot:
         content = _nested(content)
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
         raise ValueError(f"{path} is not the state of an optimizer; pass what torch.save made of its state_dict()")
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
     try:
-        return of_state_dict(content, cls_name and _class(cls_name), None, named=True)
+        return of_state_dict(content, cls_name and _class(cls_name), shapes, named=True), weights
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a state_dict as optimizers save it ({type(error).__name__}: {error})"
@@ -334,32 +346,23 @@ def _confirmed(found: Snapshot, name: str | None, path: Path) -> Snapshot:
     return found
 
 
+def of_any(
+    state: Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str], cls_name: str | None = None
+) -> Snapshot:
+    """State in whatever form it is: an optimizer, its ``state_dict()``, a file of either kind.
+
+    Args:
+        cls_name: the optimizer that saved it, where a ``state_dict()`` or a file does not tell.
+    """
+    if isinstance(state, Snapshot):
+        return state
+    if isinstance(state, Optimizer):
+        return take(state)
+    if isinstance(state, Mapping):
+        return of_state_dict(state, cls_name and _class(cls_name), None, named=True)
+    return read(Path(state), cls_name)
+
+
 def _class(name: str) -> str:
     """The class that a user means: a registered name, or a family of other libraries' optimizers."""
     return REGISTRY[name].__name__ if name in REGISTRY else family(name)
-
-
-def _is_safetensors(path: Path) -> bool:
-    """A safetensors file begins with the length of its header, then the header, an object in JSON."""
-    with path.open("rb") as file:
-        front = file.read(9)
-    return len(front) < 9 or front[8:] == b"{"
-
-
-def _torch_load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        text = " ".join(str(error).split())
-    if "torchao" in text:
-        try:
-            import torchao.optim  # type: ignore[import-not-found]  # noqa: F401 - it registers its tensors as safe
-        except ImportError:
-            raise ValueError(
-                f"{path} holds tensors of torchao, which is not installed; install it to read them"
-            ) from None
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            text = " ".join(str(error).split())
-    raise ValueError(f"damaged or unknown checkpoint {path}: {text:.200}")

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ def transplant(
     for each in (old_state, new_optimizer):
         if isinstance(each, Optimizer):
             require_whole(each)
-    old, (names, named) = _snapshot(old_state), names_of(new_optimizer)
+    old, (names, named) = foreign.of_any(old_state), names_of(new_optimizer)
     if not (old.named and named):
         which = "old state" if named else "new optimizer"
         raise ValueError(
@@ -82,16 +81,6 @@ def transplant(
         if name not in kept:
             report.add(name, "state", "dropped", note="the new model has no such parameter")
     return report
-
-
-def _snapshot(state: Any) -> Snapshot:
-    if isinstance(state, Snapshot):
-        return state
-    if isinstance(state, Optimizer):
-        return foreign.take(state)
-    if isinstance(state, Mapping):
-        return foreign.of_state_dict(state, None, None, named=True)
-    return foreign.read(Path(state))
 
 
 def _places(old: Snapshot, rename: Mapping[str, str]) -> dict[str, str]:

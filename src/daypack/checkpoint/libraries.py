@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from daypack.checkpoint import snapshot
-from daypack.checkpoint.snapshot import Stored, Value
+from daypack.checkpoint.snapshot import Coded, Stored, Value
 
 #: Where bitsandbytes hides its tensors from FSDP.
 _BNB_NEST = "__bnb_optimizer_quant_state__"
@@ -27,7 +27,7 @@ def entry(raw: Mapping[str, Any]) -> dict[str, Value]:
         elif key.startswith(("qmap", "absmax", "new_max", "max", "unorm_vec", "gnorm_vec")) and "state1" in flat:
             continue
         elif isinstance(value, Tensor) and hasattr(value, "dequantize") and hasattr(value, "codes"):
-            state[key] = Stored(tuple(value.shape), torch.float32, _dequantized(value), True)
+            state[key] = Stored(tuple(value.shape), torch.float32, _dequantized(value), True, coded=_torchao(value))
         elif isinstance(value, Tensor):
             state[key] = value if value.dim() == 0 else snapshot.of_tensor(value, True)
         elif value is None or isinstance(value, (int, float)):
@@ -47,6 +47,15 @@ def _dequantized(value: Any) -> Callable[[int, int], Tensor]:
         return whole.narrow(0, start, stop - start)
 
     return read
+
+
+def _torchao(value: Any) -> Coded | None:
+    """What a tensor of torchao holds: codes (two in a byte with 4 bits), a scale per block, and their levels."""
+    codes, scale = value.codes, getattr(value, "scale", None)
+    if not isinstance(scale, Tensor) or not scale.numel():
+        return None
+    form = "fp8" if codes.is_floating_point() else "8-bit" if codes.numel() == value.numel() else "4-bit"
+    return Coded(form, codes, scale, getattr(value, "qmap", None), value.numel() // scale.numel())
 
 
 def _bitsandbytes(flat: Mapping[str, Any], index: str) -> Value:
@@ -76,4 +85,5 @@ def _bitsandbytes(flat: Mapping[str, Any], index: str) -> Value:
         value: Tensor = (part * absmax.index_select(0, blocks)).view(stop - start, *codes.shape[1:])
         return value
 
-    return Stored(tuple(codes.shape), torch.float32, read, True)
+    coded = Coded("8-bit", codes, absmax, levels, size)
+    return Stored(tuple(codes.shape), torch.float32, read, True, coded=coded)

@@ -17,6 +17,25 @@ from daypack.optim.state_dict import specs_of
 
 
 @dataclass(frozen=True)
+class Coded:
+    """What another library keeps in place of a moment.
+
+    Attributes:
+        form: for people: "8-bit", "4-bit", "fp8".
+        codes: one an element, shaped like the moment, or packed.
+        scale: one per block of the flattened moment.
+        levels: what 8-bit codes stand for, times the scale; None where the codes are numbers themselves.
+        block_size: elements per scale.
+    """
+
+    form: str
+    codes: Tensor
+    scale: Tensor
+    levels: Tensor | None
+    block_size: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """A tensor that is read when it is needed, whole or some rows of it.
 
@@ -26,6 +45,7 @@ class Stored:
         read: rows ``[start, stop)`` of dim 0; what it returns may be a view of memory that must not be changed.
         follows: dim 0 is dim 0 of the parameter, so that a shard of the one is a shard of the other.
         held: the rows that are here, where the rest lies elsewhere; None: all of them.
+        coded: where ``read`` decodes what another library keeps: that.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +53,7 @@ class Stored:
     read: Callable[[int, int], Tensor]
     follows: bool = False
     held: tuple[int, int] | None = None
+    coded: Coded | None = None
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ import typer
 
 import daypack
 from daypack.cli import compare as compare_command
+from daypack.cli import inspect as inspect_commands
 from daypack.cli import plan as plan_command
 from daypack.cli import state as state_commands
 from daypack.cli import train as train_command
@@ -18,7 +19,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
-    no_args_is_help=True,
 )
 
 DEFAULT = TrainConfig()
@@ -127,7 +127,8 @@ def compare(
 
     Shows loss and accuracy on held-out data, measured bytes of optimizer state per parameter, time per optimizer step
     and wall time. Writes report.html, loss.png, metrics.jsonl and config.json to OUT/NAME once all runs are done; an
-    earlier comparison of that name is replaced then, anything else there is refused.
+    earlier comparison of that name is replaced then, anything else there is refused. Progress goes to stderr, the
+    result to stdout.
 
     Example: daypack compare --optimizers adamw,gefen --seeds 3 --model tiny, or with --task images
     """
@@ -170,7 +171,9 @@ def train(
     dtype: Dtype = None,
     threads: Threads = None,
     parallel: Parallel = None,
-    out: Out = Path("runs"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder that results go below.", show_default=str(train_command.OUT))
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Folder of this run below --out.", show_default="the optimizer")
     ] = None,
@@ -187,14 +190,15 @@ def train(
         typer.Option(
             help="Go on from a run's folder or its checkpoint.pt, bit for bit. The checkpoint has all settings; "
             "only --data (if the same text has moved), --device, --threads and --eval-every may differ; --parallel, "
-            "--checkpoint-every and --monitor are to be given again."
+            "--checkpoint-every and --monitor are to be given again, --out and --name left out."
         ),
     ] = None,
 ) -> int:
     """Train one model with one optimizer, with checkpoints.
 
     Writes checkpoint.pt, metrics.jsonl, and at the end report.html and loss.png, to OUT/NAME, which must be new. Ctrl-C
-    (or SIGTERM) finishes the step, saves, and exits with code 130 (143); --resume goes on from there.
+    (or SIGTERM) finishes the step, saves, and exits with code 130 (143); --resume goes on from there. A run that
+    diverges exits with code 1. Progress goes to stderr, the result to stdout.
 
     Example: daypack train --optimizer gefen --steps 2000, later: daypack train --resume runs/gefen
     """
@@ -219,5 +223,5 @@ def train(
     return train_command.run(given, out=out, name=name, resumed=resume, every=every)
 
 
-for command, usage in state_commands.COMMANDS.items():
+for command, usage in {**inspect_commands.COMMANDS, **state_commands.COMMANDS}.items():
     app.command(options_metavar=usage)(command)

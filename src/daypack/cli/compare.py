@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from daypack.cli import Interrupted
+from rich.console import Console
+
+from daypack.cli import INTERRUPTED, TERMINATED, Interrupted
 from daypack.cli.lr import parse_lr
-from daypack.cli.progress import Display, make_console
+from daypack.cli.progress import Display, make_console, progress_console
+from daypack.cli.signals import Terminated, terminated
 from daypack.reports.folder import RecordWriter, has_records, require_free, run_folder, staged, write_report
 from daypack.reports.page import Provenance
 from daypack.reports.table import comparison_table
@@ -42,25 +45,28 @@ def run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None
         processes(base.parallel, base.device) as ranks,
         only_first(ranks, out) as out,
     ):
-        return _run(base, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
+        progress = progress_console(quiet=not ranks.first)
+        return _run(base, progress, optimizers=optimizers, seeds=seeds, lr=lr, out=out, name=name)
 
 
-def _run(base: TrainConfig, *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
+def _run(
+    base: TrainConfig, progress: Console, *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str
+) -> int:
     folder = run_folder(out, name)
     require_free(folder, "compare")
     names = [part.strip() for part in optimizers.split(",") if part.strip()]
     configs = grid(base, names, seeds, parse_lr(lr, names, base.lr))
     task = load_task(base)
     console = make_console()
-    console.print(f"{base.model} model, {base.steps} steps, {task.about}")
+    console.print(f"{base.model} model, {base.steps} steps, {task.about}", soft_wrap=True)
     started = time.perf_counter()
-    with staged(folder) as stage:
+    with terminated(), staged(folder) as stage:
         try:
-            results = _train(configs, task, stage, console)
-        except KeyboardInterrupt:
+            results = _train(configs, task, stage, progress)
+            write_report(stage, "compare", provenance(name, task, base.threads), results)
+        except KeyboardInterrupt as error:
             kept = f"; what was measured so far is in {stage}" if has_records(stage) else ""
-            raise Interrupted(kept) from None
-        write_report(stage, "compare", provenance(name, task, base.threads), results)
+            raise Interrupted(kept, TERMINATED if isinstance(error, Terminated) else INTERRUPTED) from None
     summaries = summarise(results)
     console.print(comparison_table(summaries))
     console.print(headline(summaries), soft_wrap=True)
@@ -69,9 +75,9 @@ def _run(base: TrainConfig, *, optimizers: str, seeds: int, lr: str | None, out:
     return 0
 
 
-def _train(configs: list[TrainConfig], task: Task, stage: Path, console: Any) -> list[RunResult]:
+def _train(configs: list[TrainConfig], task: Task, stage: Path, progress: Console) -> list[RunResult]:
     total = sum(config.steps for config in configs)
-    with RecordWriter(stage) as writer, Display(console, total) as display:
+    with RecordWriter(stage) as writer, Display(progress, total) as display:
 
         def on_record(config: TrainConfig, record: Record) -> None:
             writer.write(config, record)

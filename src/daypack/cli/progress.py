@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -22,14 +23,24 @@ class PipeConsole(Console):
     """A console whose reader may leave (`| head`): the job goes on, and what it would have printed is dropped."""
 
     def on_broken_pipe(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
-def make_console() -> Console:
-    """A console on stdout: colours and live display on a terminal, 100 columns of plain text otherwise."""
-    if sys.stdout.isatty():
-        return Console(highlight=False, markup=False)
-    return PipeConsole(highlight=False, markup=False, force_terminal=False, no_color=True, width=100)
+def make_console(width: int = 100) -> Console:
+    """A console for results, on stdout: colours on a terminal, plain text of ``width`` columns otherwise."""
+    return _console(sys.stdout, width=width)
+
+
+def progress_console(quiet: bool = False) -> Console:
+    """A console for progress, on stderr: a live display on a terminal, plain lines otherwise. ``quiet``: none."""
+    return _console(sys.stderr, width=100, quiet=quiet)
+
+
+def _console(stream: TextIO, width: int, quiet: bool = False) -> Console:
+    common: dict[str, Any] = {"highlight": False, "markup": False, "quiet": quiet, "stderr": stream is sys.stderr}
+    if stream.isatty():
+        return Console(**common)
+    return PipeConsole(**common, force_terminal=False, no_color=True, width=width)
 
 
 class Display:
@@ -49,7 +60,7 @@ class Display:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=console.quiet or not console.is_terminal,
         )
         self._all = self._bars.add_task("all runs", total=total_steps, completed=done, loss="")
         self._current: tuple[str, TaskID] | None = None

@@ -1,6 +1,8 @@
-"""Ctrl-C and SIGTERM as a request that is met between two steps."""
+"""Ctrl-C and SIGTERM: as a request that is met between two steps, or as an exception."""
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
 
 
@@ -26,3 +28,21 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it is to end a job as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def terminated() -> Iterator[None]:
+    """Within it SIGTERM raises `Terminated`, so that what a job has begun is cleared away or named."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

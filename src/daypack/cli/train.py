@@ -1,5 +1,6 @@
 """`daypack train`: one optimizer, with checkpoints."""
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from signal import SIGTERM
 from typing import Any
 
 from daypack.cli.compare import config_of, provenance
-from daypack.cli.progress import Display, make_console
+from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import StopRequest
 from daypack.reports.folder import (
     RecordWriter,
@@ -28,6 +29,8 @@ from daypack.training.loop import finish, thread_count
 from daypack.training.parallel import only_first, processes
 
 CHECKPOINT = "checkpoint.pt"
+OUT = Path("runs")  # the folder that new runs go below
+DIVERGED = 1  # exit code of a run whose loss ended on something that is not finite
 # What may differ from the checkpoint: where and how long something runs, not what is computed.
 MAY_DIFFER = ("data", "device", "threads", "eval_every", "parallel")
 
@@ -45,14 +48,20 @@ class Every:
                 raise ValueError(f"{option} must be at least 1, got {value}")
 
 
-def run(given: Mapping[str, Any], *, out: Path, name: str | None, resumed: Path | None, every: Every) -> int:
+def run(given: Mapping[str, Any], *, out: Path | None, name: str | None, resumed: Path | None, every: Every) -> int:
     """Begin a run, or go on with one; returns the exit code. Of several ranks the first one prints and writes."""
+    for option, value in (("--out", out), ("--name", name)):
+        if resumed is not None and value is not None:
+            raise ValueError(
+                f"{option} {value} has no meaning with --resume {resumed}, which goes on in its own folder; "
+                f"leave {option} out"
+            )
     given = {**given, "parallel": given.get("parallel") or "none"}
     if resumed is None:
         config_of(given)  # what is wrong with it alone is said before anything is set up
     with processes(given["parallel"], given.get("device") or "cpu") as ranks:
         if resumed is None:
-            with only_first(ranks, out) as out:
+            with only_first(ranks, out or OUT) as out:
                 return start(given, out=out, name=name, every=every)
         path = resumed / CHECKPOINT if resumed.is_dir() else resumed
         with only_first(ranks, path.parent) as folder:
@@ -106,14 +115,15 @@ def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> Trai
 def _go_on(job: Job, path: Path, records: list[Record], every: Every) -> int:
     """Train to the end or to a signal, saving to `path`; returns the exit code."""
     console, folder, config = make_console(), path.parent, job.config
+    progress = progress_console(quiet=not job.ranks.first)
     if job.step:
-        console.print(f"{path}: going on after step {job.step} of {config.steps}", soft_wrap=True)
+        progress.print(f"{path}: going on after step {job.step} of {config.steps}", soft_wrap=True)
     saved = job.step if job.step else None
     with (
         StopRequest() as stop,
         RecordWriter(folder) as writer,
         watched(job.optimizer, folder, every.reading, job.step),
-        Display(console, config.steps, job.step) as display,
+        Display(progress, config.steps, job.step) as display,
     ):
         while job.step < config.steps and not job.ranks.any(stop.signal is not None):
             record = job.advance()
@@ -139,4 +149,8 @@ def _go_on(job: Job, path: Path, records: list[Record], every: Every) -> int:
     write_report(folder, "train", provenance(folder.name, job.task, config.threads), [result])
     console.print(comparison_table(summarise([result])))
     console.print(f"report: {folder / 'report.html'}  checkpoint: {path}", soft_wrap=True)
-    return 0
+    if math.isfinite(result.validation_loss):
+        return 0
+    if job.ranks.first:
+        print("daypack: the run diverged: its loss is not finite; try a lower --lr", file=sys.stderr)
+    return DIVERGED

@@ -1,15 +1,12 @@
 """The result of a comparison, or of one run, as a page of HTML."""
 
-import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from daypack.planner.units import show_bytes
-from daypack.reports.curve import DARK, LIGHT, Theme, draw, to_svg
-from daypack.reports.html import render
+from daypack.reports.curve import DARK, LIGHT, draw
+from daypack.reports.html import pictures, render
 from daypack.reports.pareto import draw_pareto, plottable
 from daypack.reports.table import cells
 from daypack.reports.verdict import caveat, headline, ratio, sentence
@@ -53,8 +50,8 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
         unit=kind(summaries[0].task).unit,
         rows=[(*cells(summary), light, dark) for summary, light, dark in _coloured(summaries)],
         bars=_bars(summaries),
-        curves=_pictures(lambda theme, wide: draw(results, theme, wide=wide)),
-        pareto=_pictures(lambda theme, wide: draw_pareto(summaries, theme, wide=wide))
+        curves=pictures(lambda theme, wide: draw(results, theme, wide=wide)),
+        pareto=pictures(lambda theme, wide: draw_pareto(summaries, theme, wide=wide))
         if len(plottable(summaries)) > 1
         else None,
         steps=_steps(summaries),
@@ -142,16 +139,6 @@ def _steps(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
 
 def _ratio(mean: Mean) -> str:
     return f"{mean.value:.2f}" + ("" if mean.error is None else f" ± {mean.error:.2f}")
-
-
-def _pictures(figure: Callable[[Theme, bool], Figure]) -> dict[str, str]:
-    """Data URIs of a figure for each theme and width."""
-    return {
-        f"{theme}_{'wide' if wide else 'narrow'}": "data:image/svg+xml;base64,"
-        + base64.b64encode(to_svg(figure(colours, wide))).decode()
-        for theme, colours in (("light", LIGHT), ("dark", DARK))
-        for wide in (True, False)
-    }
 
 
 def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:

@@ -13,6 +13,9 @@ from daypack.training.models import model_config
 from daypack.training.parallel import KINDS
 from daypack.training.tasks import kind
 
+#: The largest count of anything, and of threads: above that they are a slip of the keyboard.
+MOST, MOST_THREADS = 2**31 - 1, 1024
+
 
 def dtypes() -> dict[str, torch.dtype]:
     """Dtypes a model can be trained in; float16 would need loss scaling."""
@@ -73,6 +76,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and value > (MOST_THREADS if name == "threads" else MOST):
+                raise ValueError(f"{name} must be at most {MOST_THREADS if name == 'threads' else MOST}, got {value}")
         for name in ("lr", "weight_decay", "warmup", "final_lr", "clip"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):

@@ -1,0 +1,71 @@
+"""Files of unknown content, loaded without running anything in them; and the weights that such a file may hold."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_safetensors(path: Path) -> bool:
+    """A safetensors file begins with the length of its header, then the header, an object in JSON."""
+    with path.open("rb") as file:
+        front = file.read(9)
+    return len(front) < 9 or front[8:] == b"{"
+
+
+def torch_load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        text = " ".join(str(error).split())
+    if "torchao" in text:
+        try:
+            import torchao.optim  # type: ignore[import-not-found]  # noqa: F401 - it registers its tensors as safe
+        except ImportError:
+            raise ValueError(
+                f"{path} holds tensors of torchao, which is not installed; install it to read them"
+            ) from None
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            text = " ".join(str(error).split())
+    raise ValueError(f"damaged or unknown checkpoint {path}: {text:.200}")
+
+
+def weights_in(content: Any) -> Mapping[str, Tensor]:
+    """The weights in what a file holds beside an optimizer's state, under one of their usual names; empty if none."""
+    for key in ("model", "model_state_dict", "state_dict"):
+        held = content.get(key) if isinstance(content, Mapping) else None
+        if isinstance(held, Mapping) and held and all(isinstance(value, Tensor) for value in held.values()):
+            return held
+    return {}
+
+
+def read_weights(path: Path) -> Mapping[str, Tensor]:
+    """The weights of a model by name: a safetensors file, or what ``torch.save`` made of a model's ``state_dict()``,
+    by itself or within a training checkpoint. Tensors are read when they are used.
+
+    Raises:
+        ValueError: missing, damaged, or neither.
+    """
+    if not path.is_file():
+        raise ValueError(f"no weights at {path}; check the path")
+    if is_safetensors(path):
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file: Any = safe_open(str(path), framework="pt")
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        except SafetensorError as error:
+            raise ValueError(f"damaged or unknown weights {path}: {error}") from None
+    content = torch_load(path)
+    if isinstance(content, Mapping) and content and all(isinstance(value, Tensor) for value in content.values()):
+        return content
+    if weights := weights_in(content):
+        return weights
+    raise ValueError(f"{path} holds no weights; pass a safetensors file, or what torch.save made of model.state_dict()")

@@ -1,0 +1,169 @@
+"""How the state of each parameter of a snapshot is stored, in words and for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daypack import rules
+from daypack.checkpoint import foreign, moments
+from daypack.checkpoint.moments import MOMENTS, Moment, Numbers
+from daypack.checkpoint.snapshot import Coded, ParamState, Snapshot, Stored
+from daypack.formats.base import Geometry, StateFormat, geometry
+from daypack.formats.block_mean import BlockMean
+from daypack.formats.block_quantized import BlockQuantized
+from daypack.formats.factored import Factored
+from daypack.formats.line_mean import LineMean
+from daypack.projection import Projection
+from daypack.update import Rule
+
+#: Update rules by name.
+RULES: dict[str, Rule] = {
+    rule.name: rule for rule in (rules.ADAMW, rules.ADAM, rules.SGD, rules.LION, rules.LAMB, rules.ADAFACTOR)
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """The state of one parameter, read.
+
+    Attributes:
+        entry: as it was saved.
+        options: of its group.
+        rule: the update rule.
+        view: what the moments are laid out by: the parameter's geometry, or that of the low shape.
+        kept: moments by name, as far as they are there and fit.
+        state: tensors and numbers, in the shapes of a live optimizer.
+        counts: whether steps are counted.
+        projection: of low-rank state.
+        faults: what does not fit.
+    """
+
+    entry: ParamState
+    options: Mapping[str, Any]
+    rule: Rule
+    view: Geometry
+    kept: Mapping[str, Moment]
+    state: Mapping[str, Any]
+    counts: bool
+    projection: Projection | None
+    faults: tuple[str, ...]
+
+    @property
+    def step(self) -> int | None:
+        """Steps taken; None if they are not counted, or their count is damaged."""
+        value = self.state.get("step")
+        return int(value) if self.counts and value is not None and _is_count(value) else None
+
+    def numbers(self, moment: str) -> Numbers:
+        return moments.numbers(self.state, self.kept[moment], self.view, self.entry.dtype, 1.0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that hold the state: those of another library where it has a form of its own for a moment."""
+        result: dict[str, Tensor] = {}
+        for key, value in self.state.items():
+            saved = self.entry.state[key]
+            if isinstance(saved, Stored) and saved.coded is not None:
+                parts = {"codes": saved.coded.codes, "scale": saved.coded.scale, "levels": saved.coded.levels}
+                result |= {f"{key}_{part}": tensor for part, tensor in parts.items() if tensor is not None}
+            elif isinstance(value, Tensor):
+                result[key] = value
+        return result
+
+    def coded(self, moment: str) -> Coded | None:
+        """The moment as another library keeps it."""
+        stored = self.entry.state.get(self.kept[moment].key)
+        return stored.coded if isinstance(stored, Stored) else None
+
+    def label(self, moment: str) -> str:
+        """How a moment is stored, in a few characters."""
+        coded, at = self.coded(moment), self.kept[moment]
+        if coded is not None:
+            return f"{coded.form}/{coded.block_size}"
+        return _label(at.form, self.state, at.key)
+
+    @property
+    def format(self) -> str:
+        """How all moments are stored."""
+        text = " + ".join(self.label(moment) for moment in self.kept) or "none"
+        return f"rank {self.projection.rank} of {text}" if self.projection else text
+
+
+def forms(snapshot: Snapshot) -> Callable[[str], Form]:
+    """How to read the parameters of a snapshot: a function of their names, which reads one when it is called.
+
+    Raises:
+        ValueError: an optimizer that is not known.
+    """
+    layout = foreign.layouts(snapshot)
+    options = {name: group for group, names in snapshot.groups for name in names}
+
+    def read(name: str) -> Form:
+        entry, found = snapshot.params[name], layout(name)
+        for key, value in entry.state.items():
+            if isinstance(value, Stored) and value.held not in (None, (0, value.shape[0])):
+                raise ValueError(
+                    f"{key} of parameter {name} is sharded; save the state with daypack.checkpoint.save_file and "
+                    "inspect the files"
+                )
+        plan, view, kept = found.plan, geometry(entry.shape), dict(found.moments)
+        rule, projection = RULES[found.rule], None
+        if plan is not None:
+            rule, projection, view = plan.rule, plan.projection, plan.view(entry.shape)
+            kept = {moment: Moment(form, moment) for moment, form in plan.moments if moment in MOMENTS}
+        stored = {key: value.whole() if isinstance(value, Stored) else value for key, value in entry.state.items()}
+        faults = _misfits(stored, kept, view, entry.dtype, plan is not None) if entry.state else []
+        if faults or not entry.state:
+            kept = {}
+        step: Any = stored.get("step", 0)
+        if not _is_count(step):
+            faults.append(f"step is {float(step):g}, not a whole number from 0")
+        kept = {moment: at for moment, at in kept.items() if plan is not None or stored.get(at.key) is not None}
+        for at in kept.values():
+            at.form.load_(stored, at.key, view)
+        return Form(entry, options[name], rule, view, kept, stored, found.counts, projection, tuple(faults))
+
+    return read
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, float, Tensor)) and float(value) >= 0 and float(value).is_integer()
+
+
+def _misfits(
+    state: Mapping[str, Any], kept: Mapping[str, Moment], view: Geometry, dtype: torch.dtype, strict: bool
+) -> list[str]:
+    """What is missing or has another shape (or dtype, if ``strict``) than the formats need."""
+    found = []
+    for at in kept.values():
+        for spec in at.form.saved(view, dtype):
+            key, value = at.key + spec.suffix, state.get(at.key + spec.suffix)
+            if not isinstance(value, Tensor):
+                if strict:
+                    found.append(f"{key} is missing")
+            elif tuple(value.shape) != spec.shape or (strict and value.dtype != spec.dtype):
+                found.append(f"{key} is {_brief(value.dtype, value.shape)}, not {_brief(spec.dtype, spec.shape)}")
+    return found
+
+
+def _brief(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+
+
+def _label(form: StateFormat, state: Mapping[str, Any], key: str) -> str:
+    if isinstance(form, BlockQuantized):
+        return f"8-bit {form.codebook.split()[-1]}/{form.block_size}"
+    if isinstance(form, Factored):
+        return "factored"
+    if isinstance(form, BlockMean):
+        return f"mean/{int(state[key + '_block_size']) or 'block'}"
+    if isinstance(form, LineMean):
+        return f"mean/{'column' if form.axis == 'col' else 'row'}"
+    return _DTYPES.get(state[key].dtype, str(state[key].dtype).removeprefix("torch."))
+
+
+_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
