@@ -10,7 +10,7 @@
 #define DAYPACK_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-#define DAYPACK_INTERFACE 4
+#define DAYPACK_INTERFACE 5
 
 enum DaypackType { DAYPACK_FP32 = 0, DAYPACK_BF16 = 1, DAYPACK_FP16 = 2 };
 // Where second moments come from. OWN: each element has one (in fp32 or as a code), or the rule wants none. The others are
@@ -95,6 +95,9 @@ DAYPACK_EXPORT void daypack_borrow_threads(void* gomp_parallel);
 // the levels are not usable.
 DAYPACK_EXPORT int64_t daypack_map_bytes(void);
 DAYPACK_EXPORT int daypack_prepare_map(const float* levels, const float* thresholds, void* map);
+
+// -1 if the codebooks of the parameters that `active` marks (null: all) are usable, or the index of one whose is not.
+DAYPACK_EXPORT int64_t daypack_check(const DaypackParam* params, int64_t count, const uint8_t* active, int threads);
 
 // First pass: fills every `sums` and `totals[i]`, the sum of g^2 in fp32: not finite exactly if the gradient is not, or if
 // its square leaves the range.

@@ -108,6 +108,10 @@ int daypack_numbers_are(const int64_t* const* places, const int64_t* numbers, in
   return i == count;
 }
 
+int64_t daypack_check(const DaypackParam* params, int64_t count, const uint8_t* active, int threads) {
+  return daypack::Codecs().prepare(params, count, active, threads);
+}
+
 void daypack_observe(const DaypackParam* params, int64_t count, const DaypackOptions* options, int threads,
                      float* totals) {
   if (std::none_of(params, params + count, [](const DaypackParam& d) { return d.rank > 0; }))

@@ -115,6 +115,10 @@ class Rule:
         """The options of ``group`` as ``hyper`` reads them."""
         return self.options(group) if self.options else group
 
+    def at(self, group: Mapping[str, Any], step: int) -> Hyper:
+        """The numbers of the ``step``-th step (from 1) of a parameter in ``group``."""
+        return self.hyper(self.read(group), step)
+
     @property
     def plain(self) -> Rule:
         """The rule that reads its options from a group as it is; kernels know it."""

@@ -37,3 +37,11 @@ def test_without_a_compiler_the_package_builds_and_steps(tmp_path: Path) -> None
     child = os.environ | {"DAYPACK_NATIVE": str(missing), "LD_PRELOAD": ""}
     ran = subprocess.run([sys.executable, "-c", STEP], env=child, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_commands_work_without_kernels(tmp_path: Path) -> None:
+    child = os.environ | {"DAYPACK_NATIVE": str(tmp_path / "none.so"), "LD_PRELOAD": ""}
+    command = [sys.executable, "-m", "daypack", "compare", "--task", "graph", "--steps", "3", "--name", "plain"]
+    ran = subprocess.run(command, cwd=tmp_path, env=child, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert '"kernels": "torch"' in (tmp_path / "runs" / "plain" / "config.json").read_text()

@@ -178,3 +178,27 @@ def test_groups_with_different_inner_rules(cpu: str) -> None:
 
     for ours, theirs in zip(run("native"), run("reference"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("refreshed", [True, False])
+def test_a_damaged_codebook_leaves_bases_and_all_other_state(refreshed: bool) -> None:
+    """It is refused before anything changes, also at a step that takes new bases."""
+    params = {"matrix": Parameter(torch.randn(64, 48)), "double": Parameter(torch.randn(6, 40, dtype=torch.float64))}
+    optimizer = daypack.GaLore(
+        [{"params": params.values(), "rank": 8, "update_proj_gap": 2 if refreshed else 9}], inner="gefen"
+    )
+    for step in range(2):
+        for name, p in params.items():
+            p.grad = noise(p.shape, name, step).to(p.dtype)
+        optimizer.step()
+    assert optimizer.kernels() == {params["matrix"]: "native", params["double"]: "reference"}
+    state = optimizer.state[params["matrix"]]
+    assert int(state["basis_left"]) == (0 if refreshed else 7)
+    state["exp_avg_codebook"][100] = 2
+    before = {(name, key): value.clone() for name, p in params.items() for key, value in optimizer.state[p].items()}
+    held = [p.detach().clone() for p in params.values()]
+    with pytest.raises(ValueError, match="codebook"):
+        optimizer.step()
+    for (name, key), value in before.items():
+        assert torch.equal(optimizer.state[params[name]][key], value), (name, key)
+    assert all(map(torch.equal, params.values(), held))

@@ -57,7 +57,7 @@ def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
         return None, "an update depends on the weights; give them with --weights"
     group = {"maximize": False, "nesterov": False, "dampening": 0.0, **form.options}
     try:
-        hyper = form.rule.hyper(group, step)
+        hyper = form.rule.at(group, step)
     except KeyError as error:
         return None, f"its group has no option {error}"
     if form.rule.name == "sgd" and float(group["dampening"]) == 1:

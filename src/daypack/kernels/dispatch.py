@@ -126,6 +126,8 @@ class Work:
             last: no other updates of this step will follow.
             add_up: makes sums over all ranks of what rules measure of each update, if parts of them are elsewhere.
         """
+        if self._batch is not None and (self._projected or len(self._rest)):
+            self._batch.check(admitted[self._native])  # before the others change
         stepped = [self.updates[i] for i in self._rest if admitted[i]]
         for update in stepped:
             reference.combine(update)

@@ -44,7 +44,7 @@ from daypack.kernels.tables import (
 )
 from daypack.update import Update
 
-INTERFACE = 4
+INTERFACE = 5
 
 
 _gradient = attrgetter("grad")
@@ -63,7 +63,7 @@ def library() -> ctypes.CDLL | None:
         logging.getLogger("daypack").warning("no native kernels (%s): CPU steps run in torch, which is slower", error)
         return None
     found.daypack_cpu.restype = ctypes.c_char_p
-    for name in ("measure", "apply", "step", "codebook", "map_bytes"):
+    for name in ("check", "measure", "apply", "step", "codebook", "map_bytes"):
         getattr(found, "daypack_" + name).restype = ctypes.c_int64
     found.daypack_borrow_threads(_openmp())
     return found
@@ -258,6 +258,11 @@ class Batch:
         options = self._options()
         loaded().daypack_observe(*self._params(), address(options), torch.get_num_threads(), address(self.totals))
         return self.totals
+
+    def check(self, active: NDArray[np.bool_]) -> None:
+        """Raise ValueError if a codebook of the updates marked by ``active`` is not usable, as `apply` would."""
+        flags = active.astype(np.uint8)
+        self._check(loaded().daypack_check(*self._params(), address(flags), torch.get_num_threads()))
 
     def measure(self, active: NDArray[np.bool_]) -> dict[int, Tensor]:
         """Squares that the rules of updates marked by ``active`` measure, by index; views of what `apply` reads."""

@@ -33,8 +33,7 @@ def _chunks(update: Update) -> Iterator[Chunk]:
 
 
 def _hyper(update: Update, step: int) -> Hyper:
-    rule = update.plan.rule
-    return rule.hyper(rule.read(update.group), step)
+    return update.plan.rule.at(update.group, step)
 
 
 def is_zero(update: Update) -> bool:

@@ -22,7 +22,6 @@ Group = dict[str, Any]
 PARAM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Arguments of `torch.optim.AdamW` that are accepted for its signature and refused when True.
 UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
-FLAGS = ("maximize", *UNSUPPORTED)
 LARGEST_BLOCK = 1 << 20
 
 

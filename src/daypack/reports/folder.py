@@ -178,10 +178,10 @@ def watched(optimizer: Optimizer, folder: Path, interval: int | None, step: int)
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of readings; infinity for one that a kill cut short."""
+    """The step of a line of readings; infinity for one that is none, such as a kill leaves."""
     try:
         return float(json.loads(line)["step"])
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         return math.inf
 
 

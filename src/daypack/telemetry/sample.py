@@ -157,7 +157,7 @@ def _first_moment(
     p: Tensor, group: Group, plan: ParamPlan, view: Geometry, chunk: Chunk, before: _Moment, steps: int
 ) -> Tensor:
     """The first moment before it was rounded: the rule's own, from what was stored before and the gradient."""
-    hyper = plan.rule.hyper(group, steps)
+    hyper = plan.rule.at(group, steps)
     grad = read(sharding.to_local(cast(Tensor, p.grad)), view, chunk).to(before.stored.dtype)
     seen = Elements(before.param, hyper.seen(grad, before.param), before.stored, torch.ones_like(before.stored))
     return cast(Tensor, plan.rule.direction(seen, hyper, Norms(0.0, 0.0, 1))[1])

@@ -25,7 +25,7 @@ def versions(threads: int | None = None) -> dict[str, str]:
         "numpy": numpy.__version__,
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "processor": _processor(),
-        "kernels": native.cpu(),
+        "kernels": native.cpu() if native.library() else "torch",
         "accelerator": accelerator,
         "threads": str(threads or torch.get_num_threads()),
     }
