@@ -79,8 +79,8 @@ class GaLore(CompressedOptimizer):
     there, the moments stay as they are when the basis changes. Inner Adafactor takes lr as it is (no relative step, no
     parameter scale).
 
-    Memory: a step holds two stand-ins of one parameter, its basis once more and half a MiB for each thread; a new basis takes about three matrices of
-    ``min(rows, cols)^2`` fp64 numbers for the time of its decomposition.
+    Memory: a step holds two stand-ins of one parameter, its basis once more and half a MiB for each thread; a new
+    basis takes about three matrices of ``min(rows, cols)^2`` fp64 numbers for the time of its decomposition.
 
     Flat partitions have no rows and columns and are never projected; see README.
     """
