@@ -53,7 +53,9 @@ def run(arguments: list[str]) -> int:
         return _refuse(str(error))
     except Exception as error:
         if (wanted := _wanted_memory(error)) is not None:
-            return _refuse(f"not enough memory{wanted}; ask for less (of train: a smaller --batch, --context or --model)")
+            return _refuse(
+                f"not enough memory{wanted}; ask for less (of train: a smaller --batch, --context or --model)"
+            )
         # Typer has changed where its own exceptions live, but not what they are.
         if type(error).__name__ == "Abort":  # Ctrl-C while no job was running
             return INTERRUPTED
