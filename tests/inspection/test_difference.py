@@ -155,3 +155,33 @@ def test_states_without_names_are_matched_by_order() -> None:
     fewer = daypack.AdamW(list(mine.values())[1:])
     with pytest.raises(ValueError, match="shapes do not agree in their order"):
         daypack.diff_states(named, fewer)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_prefixes_of_wrappers_are_no_difference(prefix: str) -> None:
+    params = parameters()
+    plain = daypack.AdamW(params.items())
+    train(plain, params, range(2))
+    wrapped = copy.deepcopy(plain.state_dict())
+    for group in wrapped["param_groups"]:
+        group["param_names"] = [prefix + name for name in group["param_names"]]
+    for found in (daypack.diff_states(plain, wrapped), daypack.diff_states(wrapped, plain)):
+        assert found.only == ((), ())
+        assert found.equal
+        assert [param.name for param in found.params] == [*params]
+
+
+def test_names_that_only_a_prefix_tells_apart_are_kept_apart() -> None:
+    params = parameters(shapes={"a": (4, 4), "module.a": (4, 4)})
+    optimizer = daypack.AdamW(params.items())
+    train(optimizer, params, range(2))
+    found = daypack.diff_states(optimizer, optimizer)
+    assert [param.name for param in found.params] == ["a", "module.a"]
+
+
+def test_state_that_cannot_be_read_is_not_called_equal() -> None:
+    state = {"step": torch.tensor(2.0), "exp_avg": torch.eye(4).to_sparse(), "exp_avg_sq": torch.ones(4, 4)}
+    packed = {"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}]}
+    found = daypack.diff_states(packed, packed, optimizer="adamw")
+    assert not found.equal
+    assert "exp_avg cannot be read" in found.params[0].note

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 import daypack
 from daypack.calibration import maps
+from daypack.checkpoint.snapshot import take
+from daypack.inspection import StateInspection
 from daypack.inspection.result import Warn
 
 from ..conformance.scene import gradient
@@ -165,3 +169,83 @@ def test_an_update_that_is_large_beside_the_weights() -> None:
     optimizer.step()
     (warning,) = daypack.inspect_state(optimizer).warnings
     assert warning.kind == "large update"
+
+
+def dense(options: dict[str, Any] | None = None, **changes: Any) -> StateInspection:
+    """What is found in torch's state of two parameters, of which the first has ``changes``."""
+    good = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4, 6), "exp_avg_sq": torch.ones(4, 6)}
+    group = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [{**group, **(options or {}), "params": [0]}, {**group, "params": [1]}]
+    return daypack.inspect_state(
+        {"state": {0: {**good, **changes}, 1: good}, "param_groups": groups}, optimizer="adamw"
+    )
+
+
+DAMAGED = [
+    ({"step": None}, "step is None, not a whole number from 0"),
+    ({"step": torch.ones(2)}, "step is float32 of shape (2,), not a whole number from 0"),
+    ({"exp_avg": 3.5}, "exp_avg is 3.5, not float32 of shape (4, 6)"),
+    ({"exp_avg_sq": torch.tensor(2.0)}, "exp_avg_sq is 2, not float32 of shape (4, 6)"),
+    ({"exp_avg": torch.ones(4, 6).to_sparse()}, "exp_avg cannot be read: "),
+    ({"exp_avg_sq": torch.ones(4, 6).to_sparse()}, "exp_avg_sq cannot be read: "),
+    ({"exp_avg": torch.ones(4, 6, dtype=torch.complex64)}, "exp_avg is complex64 of shape (4, 6), not float32"),
+    ({"exp_avg": torch.ones(4, 6).to(torch.float8_e4m3fn)}, "exp_avg is float8_e4m3fn of shape (4, 6), not "),
+    ({"max_exp_avg_sq": torch.ones(3)}, "max_exp_avg_sq is float32 of shape (3,), not float32 of shape (4, 6)"),
+    ({"max_exp_avg_sq": 2.0}, "max_exp_avg_sq is 2, not float32 of shape (4, 6)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), DAMAGED, ids=[text for _, text in DAMAGED])
+def test_a_damaged_entry_is_warned_of_and_the_rest_is_measured(changes: dict[str, Any], text: str) -> None:
+    found = dense(**changes)
+    (warning,) = found.warnings
+    assert (warning.param, warning.kind) == ("0.0", "damaged")
+    assert warning.text.startswith(text)
+    assert found.params[0].update is None
+    assert found.params[1:] == dense().params[1:]
+    assert found.params[1].update
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("option", ["betas", "eps", "weight_decay", "lr"])
+def test_an_option_that_is_none(option: str) -> None:
+    found = dense({option: None})
+    assert [(each.param, each.kind, each.text) for each in found.warnings] == [
+        ("0.0", "damaged", f"the option {option} is None")
+    ]
+    assert found.params[0].moments == found.params[1].moments
+    assert (found.params[0].update, found.params[0].ratio) == (None, None)
+
+
+@pytest.mark.parametrize("options", [{"betas": (0.9,)}, {"eps": "small"}, {"lr": torch.ones(2)}])
+def test_options_of_another_kind_leave_the_update_open(options: dict[str, Any]) -> None:
+    found = dense(options)
+    assert found.params[0].update is None
+    assert "an option of its group is damaged" in found.params[0].note
+
+
+def test_options_by_which_state_is_stored_cannot_be_guessed() -> None:
+    optimizer, _ = trained("adamw8bit")
+    found = take(optimizer)
+    ((options, names),) = found.groups
+    damaged = replace(found, groups=(({**options, "min_8bit_size": None}, names),))
+    with pytest.raises(ValueError, match=r"an option of the group of parameter good\.weight is damaged"):
+        daypack.inspect_state(damaged)
+    packed = optimizer.state_dict()
+    packed["param_groups"][0]["min_8bit_size"] = None
+    with pytest.raises(ValueError, match="this mapping is not a state_dict as optimizers save it"):
+        daypack.inspect_state(packed, optimizer="adamw8bit")
+
+
+@pytest.mark.parametrize("count", [3, 24])
+def test_weights_that_are_not_finite(count: int) -> None:
+    """Nothing of weights that are all NaN is 0."""
+    p = torch.nn.Parameter(torch.ones(4, 6))
+    optimizer = daypack.AdamW([("p", p)])
+    p.grad = torch.ones(4, 6)
+    optimizer.step()
+    p.detach().view(-1)[:count] = float("nan")
+    found = daypack.inspect_state(optimizer)
+    (warning,) = found.warnings
+    assert (warning.kind, warning.text) == ("not finite", f"weight holds {count} values that are NaN or infinite")
+    assert (found.params[0].weight is None) == (count == 24)

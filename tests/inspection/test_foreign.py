@@ -126,3 +126,22 @@ def test_amsgrad_divides_by_the_largest_second_moment() -> None:
     (param,) = daypack.inspect_state(optimizer).params
     moved = float((p.detach() - before).square().mean().sqrt())
     assert 1e-2 * (param.update or 0) == pytest.approx(moved, rel=1e-9)
+
+
+def test_saved_names_that_are_equal_are_refused() -> None:
+    """The second would take the place of the first."""
+    p, q = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))
+    optimizer = daypack.AdamW([("p", p), ("q", q)])
+    packed = optimizer.state_dict()
+    packed["param_groups"][0]["param_names"] = ["p", "p"]
+    with pytest.raises(ValueError, match="two parameters of the saved state are called p; save it with"):
+        daypack.inspect_state(packed)
+
+
+def test_flattened_state_without_its_options_is_refused(tmp_path: Path) -> None:
+    flat = {f"{place}.{name}" for place in ("state", "param_groups") for name in "ab"}
+    saved = {f"{each}.{'exp_avg' if each[0] == 's' else 'lr'}": torch.ones(3) for each in flat}
+    del saved["param_groups.b.lr"]
+    torch.save(saved, tmp_path / "flat.pt")
+    with pytest.raises(ValueError, match=r"param_groups\.b has no entries though state\.b has"):
+        daypack.inspect_state(tmp_path / "flat.pt", optimizer="lion")

@@ -179,3 +179,76 @@ print(largest - before)
             [sys.executable, "-c", code, str(tmp_path / file)], capture_output=True, text=True, check=True
         )
         assert int(done.stdout) < 48 << 20, file  # the state has 192 MiB, one parameter 8
+
+
+def test_shards_of_a_second_save(saved: Saved, tmp_path: Path) -> None:
+    """They have other names than those that they replace; the folder and each of them stand for the whole."""
+    optimizer, params = saved
+    split(tmp_path / "state.safetensors", 2, tmp_path / "parts")
+    train(optimizer, params, [2])
+    save_file(optimizer, tmp_path / "state.safetensors")
+    shards = split(tmp_path / "state.safetensors", 2, tmp_path / "parts")
+    assert shards[0].name == "state-00001-of-00002b.safetensors"
+    wanted = comparable(optimizer)
+    for source in (tmp_path / "parts", *shards):
+        assert comparable(source) == wanted, source
+
+
+def test_other_files_with_numbers_in_their_names_are_taken_as_they_are(tmp_path: Path) -> None:
+    p = torch.nn.Parameter(torch.ones(2, 4))
+    optimizer = daypack.AdamW([p])
+    p.grad = torch.ones(2, 4)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "opt-1-of-2.pt")
+    for source in (tmp_path, tmp_path / "opt-1-of-2.pt"):
+        assert daypack.inspect_state(source).source == str(tmp_path / "opt-1-of-2.pt")
+
+
+def test_files_of_torch_before_its_zip_format(tmp_path: Path) -> None:
+    p = torch.nn.Parameter(torch.ones(2, 4))
+    optimizer = daypack.AdamW([p])
+    p.grad = torch.ones(2, 4)
+    optimizer.step()
+    file = tmp_path / "old.pt"
+    torch.save(optimizer.state_dict(), file, _use_new_zipfile_serialization=False)
+    assert comparable(file) == comparable(optimizer.state_dict())
+    data = file.read_bytes()
+    place = data.index(b"storage") + 20
+    for damaged in (data[: len(data) // 2], data[:place] + b"?" + data[place + 1 :], data[:-9]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="damaged or unknown checkpoint"):
+            daypack.inspect_state(file)
+
+
+def test_mappings_that_are_no_state_are_refused() -> None:
+    for mapping in ({}, torch.nn.Linear(2, 2).state_dict()):
+        with pytest.raises(ValueError, match="this mapping is not the state of an optimizer; pass its state_dict"):
+            daypack.inspect_state(mapping)
+    with pytest.raises(ValueError, match="is not a state_dict as optimizers save it"):
+        daypack.inspect_state({"state": {}, "param_groups": [3]})
+
+
+def test_measuring_takes_little_more_memory_than_one_parameter() -> None:
+    """The highest point of the process, not what it holds between parameters, beside the 64 MiB of state themselves."""
+    import subprocess
+    import sys
+
+    code = """
+import resource, torch, daypack
+torch.set_num_threads(1)
+def state(n):
+    moments = {"exp_avg": torch.ones(n, 1024).bfloat16(), "exp_avg_sq": torch.ones(n, 1024, dtype=torch.bfloat16)}
+    group = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    return {"state": {0: {"step": torch.tensor(3.0), **moments}}, "param_groups": [group]}
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+daypack.inspect_state(state(1024), optimizer="adamw")
+large = state(16)
+for moment in ("exp_avg", "exp_avg_sq"):
+    large["state"][0][moment] = torch.ones(16 << 10, 1024, dtype=torch.bfloat16)
+before = peak()
+daypack.inspect_state(large, optimizer="adamw")
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 160 << 20

@@ -113,3 +113,29 @@ def test_the_command_writes_the_page_and_replaces_an_old_one(tmp_path: Path) -> 
     first = page.read_text()
     assert run(["inspect", str(tmp_path / "state.pt"), "--html", str(page)]) == 0
     assert page.read_text() == first
+
+
+def test_the_page_of_a_matrix_without_columns() -> None:
+    found = inspected("adamw", {"none.weight": (8, 0), "norm.weight": (64,)})
+    assert found.warnings == ()
+    assert "none.weight" in render_inspection(found)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_codebook_that_is_damaged_is_warned_of_and_not_drawn(value: float) -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = daypack.Gefen(params.items())
+    train(optimizer, params, range(2))
+    for state in optimizer.state.values():
+        if "exp_avg_codebook" in state:
+            state["exp_avg_codebook"] = state["exp_avg_codebook"].clone()
+            state["exp_avg_codebook"][-1] = value
+    found = inspect_state(optimizer, pictures=True)
+    html = render_inspection(found)
+    assert "Codebook of the first moment" not in html
+    assert "exp_avg_codebook holds 1 value that is NaN or infinite" in html
+
+
+def test_the_page_says_which_update_it_shows() -> None:
+    text = " ".join(" ".join(Page(render_inspection(inspected("sgd", momentum=0.9))).text).split())
+    assert "Update: RMS of the update that a gradient equal to the running mean would make" in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import struct
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,18 @@ def is_safetensors(path: Path) -> bool:
     return len(front) < 9 or front[8:] == b"{"
 
 
+#: What torch raises for files that are damaged or none of its own; in its old format a wrong byte may mean anything.
+_BROKEN = (
+    *(RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, AssertionError, OverflowError),
+    *(pickle.UnpicklingError, struct.error),
+)
+
+
 def torch_load(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        # torch maps only its zip format; what it wrote before 1.6 is read whole.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except _BROKEN as error:
         text = " ".join(str(error).split())
     if "torchao" in text:
         try:
@@ -32,7 +42,7 @@ def torch_load(path: Path) -> Any:
             ) from None
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        except _BROKEN as error:
             text = " ".join(str(error).split())
     raise ValueError(f"damaged or unknown checkpoint {path}: {text:.200}")
 

@@ -42,6 +42,15 @@ def shard_path(path: Path, index: int, count: int, slot: str = "") -> Path:
     return path.with_name(f"{path.stem}-{index + 1:05}-of-{count:05}{slot}{path.suffix}")
 
 
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}b?")
+
+
+def whole_of(path: Path) -> Path:
+    """The inverse of `shard_path`, of either slot; what is no shard stays."""
+    found = _SHARD.fullmatch(path.stem) if path.suffix == ".safetensors" else None
+    return path.with_name(found[1] + path.suffix) if found else path
+
+
 def shards_of(path: Path) -> list[Path]:
     """The shards beside the place of a whole file, in order, whether its index lists them or not."""
     return _beside(path, "", "")

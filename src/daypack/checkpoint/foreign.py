@@ -53,8 +53,13 @@ def layouts(source: Snapshot) -> Callable[[str], Layout]:
     optimizer = _empty(source.optimizer)
 
     def ours(name: str) -> Layout:
-        entry = source.params[name]
-        return moments.layout(optimizer, {**optimizer.defaults, **options[name]}, entry.shape, entry.dtype, name)
+        entry, group = source.params[name], {**optimizer.defaults, **options[name]}
+        try:
+            return moments.layout(optimizer, group, entry.shape, entry.dtype, name)
+        except TypeError as error:
+            raise ValueError(
+                f"an option of the group of parameter {name} is damaged ({error}); use another checkpoint"
+            ) from None
 
     return ours
 
@@ -100,17 +105,33 @@ def take(optimizer: Optimizer) -> Snapshot:
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def of_state_dict(packed: Mapping[str, Any], cls_name: str | None, shapes: Shapes | None, named: bool) -> Snapshot:
+def of_state_dict(
+    packed: Mapping[str, Any], cls_name: str | None, shapes: Shapes | None, named: bool, source: str = "this mapping"
+) -> Snapshot:
     """A snapshot of a ``state_dict()``.
 
     Args:
         cls_name: the optimizer's class; None: found from what the state holds.
         shapes: shape and dtype of each parameter by name; None: found from the state, dtype fp32 (fp64 for fp64 state).
         named: whether names in ``packed`` are the parameters' own.
+        source: where it comes from, for errors.
 
     Raises:
         ValueError: not the state of an optimizer that is known.
     """
+    if not {"state", "param_groups"} <= packed.keys():
+        raise ValueError(
+            f"{source} is not the state of an optimizer; pass its state_dict(), or what torch.save made of that"
+        )
+    try:
+        return _of_packed(packed, cls_name, shapes, named)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{source} is not a state_dict as optimizers save it ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _of_packed(packed: Mapping[str, Any], cls_name: str | None, shapes: Shapes | None, named: bool) -> Snapshot:
     groups, params = [], {}
     names_by_group = [_names(group) for group in packed["param_groups"]]
     named = named and all(names is not None for names in names_by_group)
@@ -118,6 +139,10 @@ def of_state_dict(packed: Mapping[str, Any], cls_name: str | None, shapes: Shape
         names = own if named and own else [f"{g}.{i}" for i in range(len(group["params"]))]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for name, key in zip(names, group["params"], strict=True):
+            if name in params:
+                raise ValueError(
+                    f"two parameters of the saved state are called {name}; save it with param_names that differ"
+                )
             state = libraries.entry(packed["state"].get(key, {}))
             shape, dtype = shapes[name] if shapes and name in shapes else _shape(state)
             params[name] = ParamState(shape, dtype, _shaped(state, shape))
@@ -152,6 +177,8 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         if place not in ("state", "param_groups") or not name:
             raise ValueError(f"{path!r} is no entry of an optimizer's flattened state_dict")
         (state if place == "state" else options).setdefault(name, {})[key] = value
+    if lost := state.keys() - options.keys():
+        raise ValueError(f"param_groups.{min(lost)} has no entries though state.{min(lost)} has; save both")
     groups: list[dict[str, Any]] = []
     for name, own in options.items():
         own = {key: value for key, value in own.items() if key != "param_names"}
@@ -267,7 +294,7 @@ def _fits(optimizer: CompressedOptimizer | Optimizer, options: Mapping[str, Any]
         return False
     try:
         needed = _shapes_of(optimizer, options, entry, name)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return False
     return needed == {k: tuple(v.shape) if isinstance(v, (Stored, Tensor)) else () for k, v in entry.state.items()}
 
@@ -328,15 +355,9 @@ def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot
             content = content[key]
     if isinstance(content, dict) and content and all(str(k).startswith(("state.", "param_groups.")) for k in content):
         content = _nested(content)
-    if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
-        raise ValueError(f"{path} is not the state of an optimizer; pass what torch.save made of its state_dict()")
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
-    try:
-        return of_state_dict(content, cls_name and _class(cls_name), shapes, named=True), weights
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a state_dict as optimizers save it ({type(error).__name__}: {error})"
-        ) from None
+    packed = content if isinstance(content, dict) else {}
+    return of_state_dict(packed, cls_name and _class(cls_name), shapes, named=True, source=str(path)), weights
 
 
 def _confirmed(found: Snapshot, name: str | None, path: Path) -> Snapshot:

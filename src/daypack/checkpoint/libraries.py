@@ -34,8 +34,8 @@ def entry(raw: Mapping[str, Any]) -> dict[str, Value]:
             state[key] = value
         else:
             raise ValueError(f"{key} of a parameter is a {type(value).__name__}; only tensors and numbers are known")
-    if "state1" in flat and "step" in state and not isinstance(state["step"], Tensor):
-        state["step"] = torch.tensor(float(state["step"]))  # type: ignore[arg-type]
+    if "state1" in flat and isinstance(step := state.get("step"), (int, float)):
+        state["step"] = torch.tensor(float(step))
     return state
 
 

@@ -64,7 +64,8 @@ def of_coded(coded: Coded) -> Codes | None:
     """The codes of another library's moment: one row, rounded to nearest; None if they are no 8-bit codes to levels."""
     if coded.levels is None or coded.form != "8-bit" or coded.levels.numel() != LEVELS:
         return None
-    return Codes(coded.codes.reshape(1, -1), coded.scale.reshape(1, -1), coded.levels, coded.block_size, False)
+    codes, scale = coded.codes.cpu().reshape(1, -1), coded.scale.cpu().reshape(1, -1)
+    return Codes(codes, scale, coded.levels.cpu(), coded.block_size, False)
 
 
 def expected_errors(levels: Tensor, dithered: bool) -> Tensor:

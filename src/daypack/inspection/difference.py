@@ -17,6 +17,7 @@ from daypack.checkpoint.snapshot import Snapshot
 from daypack.inspection.forms import Form, forms
 from daypack.inspection.result import jsonable
 from daypack.inspection.sources import named_by, open_state
+from daypack.optim.options import plain_name
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ State = Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str]
 def diff_states(a: State, b: State, optimizer: str | None = None) -> StateDiff:
     """Compare two states, one parameter of each in memory at a time. Anything that `inspect_state` takes.
 
-    Parameters are matched by name; where one state has no names, by order, if number and shapes agree.
+    Parameters are matched by name, without what wrappers (DDP, torch.compile, FSDP) put into it; where one state has
+    no names, by order, if number and shapes agree.
 
     Args:
         optimizer: the optimizer that saved them, where the states do not tell.
@@ -156,13 +158,14 @@ def diff_states(a: State, b: State, optimizer: str | None = None) -> StateDiff:
     """
     first, second = open_state(a, optimizer=optimizer), open_state(b, optimizer=optimizer)
     one, other, notes = _matched(first.snapshot, second.snapshot)
+    ours, theirs = _keyed(one, other)
     read = forms(one), forms(other)
     alike = one.optimizer == other.optimizer
     with torch.no_grad():
         params = tuple(
-            _compare(name, read[0](name), read[1](name), alike) for name in one.params if name in other.params
+            _compare(name, read[0](ours[name]), read[1](theirs[name]), alike) for name in ours if name in theirs
         )
-    only = tuple(n for n in one.params if n not in other.params), tuple(n for n in other.params if n not in one.params)
+    only = tuple(name for name in ours if name not in theirs), tuple(name for name in theirs if name not in ours)
     return StateDiff((first.about, second.about), (one.optimizer, other.optimizer), only, params, notes)
 
 
@@ -179,6 +182,14 @@ def _matched(one: Snapshot, other: Snapshot) -> tuple[Snapshot, Snapshot, tuple[
     if one.named:
         return one, named_by(other, [*one.params]), note
     return named_by(one, [*other.params]), other, note
+
+
+def _keyed(*found: Snapshot) -> list[dict[str, str]]:
+    """For each state its names by the names to match: without what wrappers add, unless that makes two names one."""
+    keyed = [{plain_name(name): name for name in each.params} for each in found]
+    if all(len(names) == len(each.params) for names, each in zip(keyed, found, strict=True)):
+        return keyed
+    return [{name: name for name in each.params} for each in found]
 
 
 def _compare(name: str, a: Form, b: Form, alike: bool) -> ParamDiff:
@@ -245,6 +256,8 @@ def _arrow(a: Any, b: Any) -> str:
 
 
 def _identical(a: Form, b: Form) -> bool:
+    if any(form.state.keys() != form.entry.state.keys() for form in (a, b)):
+        return False  # what could not be read is not known to be the same
     one, other = {**a.state, **a.tensors()}, {**b.state, **b.tensors()}
     return a.entry.shape == b.entry.shape and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
 

@@ -13,9 +13,10 @@ from daypack import rules
 from daypack.checkpoint import foreign, moments
 from daypack.checkpoint.moments import MOMENTS, Moment, Numbers
 from daypack.checkpoint.snapshot import Coded, ParamState, Snapshot, Stored
-from daypack.formats.base import Geometry, StateFormat, geometry
+from daypack.formats.base import ComponentSpec, Geometry, StateFormat, geometry
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
+from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.formats.line_mean import LineMean
 from daypack.projection import Projection
@@ -25,6 +26,12 @@ from daypack.update import Rule
 RULES: dict[str, Rule] = {
     rule.name: rule for rule in (rules.ADAMW, rules.ADAM, rules.SGD, rules.LION, rules.LAMB, rules.ADAFACTOR)
 }
+
+
+#: The largest second moment so far, as torch's ``amsgrad`` keeps it.
+AMSGRAD = "max_exp_avg_sq"
+#: Options that no optimizer of these leaves open.
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")
 
 
 @dataclass(frozen=True)
@@ -115,13 +122,17 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
         if plan is not None:
             rule, projection, view = plan.rule, plan.projection, plan.view(entry.shape)
             kept = {moment: Moment(form, moment) for moment, form in plan.moments if moment in MOMENTS}
-        stored = {key: value.whole() if isinstance(value, Stored) else value for key, value in entry.state.items()}
-        faults = _misfits(stored, kept, view, entry.dtype, plan is not None) if entry.state else []
+        stored, faults = _on_cpu(entry)
+        if entry.state:
+            faults += _misfits(stored, kept, view, entry.dtype, plan is not None)
         if faults or not entry.state:
             kept = {}
+        if AMSGRAD in stored:
+            faults += _misfits(stored, {AMSGRAD: Moment(Dense(), AMSGRAD)}, view, entry.dtype, False)
+        faults += [f"the option {key} is None" for key in _NUMBERS if options[name].get(key, 0) is None]
         step: Any = stored.get("step", 0)
         if not _is_count(step):
-            faults.append(f"step is {float(step):g}, not a whole number from 0")
+            faults.append(f"step is {_shown(step)}, not a whole number from 0")
         kept = {moment: at for moment, at in kept.items() if plan is not None or stored.get(at.key) is not None}
         for at in kept.values():
             at.form.load_(stored, at.key, view)
@@ -130,8 +141,30 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
     return read
 
 
+def _on_cpu(entry: ParamState) -> tuple[dict[str, Any], list[str]]:
+    """The state of one parameter, wherever it lies, and what of it cannot be read."""
+    stored: dict[str, Any] = {}
+    faults = []
+    for key, value in entry.state.items():
+        try:
+            whole = value.whole() if isinstance(value, Stored) else value
+            stored[key] = whole.cpu() if isinstance(whole, Tensor) else whole
+        except RuntimeError as error:  # sparse tensors have no rows to read
+            faults.append(f"{key} cannot be read: {' '.join(str(error).split()):.80}")
+    return stored, faults
+
+
 def _is_count(value: Any) -> bool:
-    return isinstance(value, (int, float, Tensor)) and float(value) >= 0 and float(value).is_integer()
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and _is_count(value.item())
+    return isinstance(value, (int, float)) and value >= 0 and float(value).is_integer()
+
+
+def _shown(value: Any) -> str:
+    """A value of the state in a few words."""
+    if isinstance(value, Tensor):
+        return _shown(value.item()) if not value.dim() else _brief(value.dtype, value.shape)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _misfits(
@@ -142,12 +175,18 @@ def _misfits(
     for at in kept.values():
         for spec in at.form.saved(view, dtype):
             key, value = at.key + spec.suffix, state.get(at.key + spec.suffix)
-            if not isinstance(value, Tensor):
+            if value is None:
                 if strict:
                     found.append(f"{key} is missing")
-            elif tuple(value.shape) != spec.shape or (strict and value.dtype != spec.dtype):
-                found.append(f"{key} is {_brief(value.dtype, value.shape)}, not {_brief(spec.dtype, spec.shape)}")
+            elif not _fits(value, spec, strict):
+                found.append(f"{key} is {_shown(value)}, not {_brief(spec.dtype, spec.shape)}")
     return found
+
+
+def _fits(value: Any, spec: ComponentSpec, strict: bool) -> bool:
+    if not isinstance(value, Tensor) or tuple(value.shape) != spec.shape:
+        return False
+    return value.dtype == spec.dtype if strict else value.dtype in _DTYPES
 
 
 def _brief(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

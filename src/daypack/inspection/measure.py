@@ -71,9 +71,12 @@ def _param(name: str, form: Form, opened: Opened, seen: set[int], pictures: bool
     if weights is not None and tuple(weights.shape) != form.entry.shape:
         note = f"its weights have shape {tuple(weights.shape)}, its state {form.entry.shape}"
         weights = None
+    weights = None if weights is None else weights.detach().cpu()
     update, why = motion.update_rms(form, weights)
     elements = torch.Size(form.entry.shape).numel()
-    nonfinite = {key: count for key, value in form.tensors().items() if (count := _nonfinite(value))}
+    looked = form.tensors() | ({} if weights is None else {"weight": weights})
+    nonfinite = {key: count for key, value in looked.items() if (count := _nonfinite(value))}
+    finite = weights is not None and nonfinite.get("weight", 0) < elements
     return ParamStats(
         name=name,
         shape=form.entry.shape,
@@ -85,7 +88,7 @@ def _param(name: str, form: Form, opened: Opened, seen: set[int], pictures: bool
         moments=tuple(_moment(form, moment, pictures) for moment in form.kept),
         lr=motion.learning_rate(form.options),
         update=update,
-        weight=motion.norm(weights) / elements**0.5 if weights is not None and elements else None,
+        weight=motion.norm(weights) / elements**0.5 if weights is not None and finite else None,
         nonfinite=nonfinite,
         faults=(*form.faults, *_faults(form, nonfinite)),
         note=note or why,
@@ -96,8 +99,8 @@ def _nonfinite(value: Tensor) -> int:
     """Elements that are NaN or infinite."""
     if not value.is_floating_point():
         return 0
-    wide = value if value.element_size() > 1 else value.float()  # torch does not ask 8-bit floats
-    return int((~wide.isfinite()).sum())
+    eight = value.element_size() == 1  # torch does not ask 8-bit floats
+    return sum(int((~(part.float() if eight else part).isfinite()).sum()) for part in motion.pieces(value))
 
 
 def _components(form: Form, seen: set[int]) -> dict[str, int]:
@@ -172,11 +175,12 @@ def _rounding(stored: Tensor) -> float:
     """
     if stored.dtype not in (torch.bfloat16, torch.float16):
         return 0.0
-    values = stored.reshape(-1).double()
-    values = values[values.isfinite()]
-    unit = torch.finfo(stored.dtype).eps * torch.exp2(values.abs().frexp().exponent.double() - 1)
-    size = float(values.square().sum())
-    return (float(torch.where(values == 0, 0, unit).square().sum()) / 12 / size) ** 0.5 if size else 0.0
+    off = size = 0.0
+    for values in map(motion.finite, motion.pieces(stored)):
+        unit = torch.finfo(stored.dtype).eps * torch.exp2(values.abs().frexp().exponent.double() - 1)
+        off += float(torch.where(values == 0, 0, unit).square().sum())
+        size += float(values.square().sum())
+    return (off / 12 / size) ** 0.5 if size else 0.0
 
 
 def _faults(form: Form, nonfinite: Mapping[str, int]) -> list[str]:

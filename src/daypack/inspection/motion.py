@@ -12,7 +12,7 @@ from torch import Tensor
 
 from daypack.checkpoint.moments import UNCOUNTED
 from daypack.formats.base import CHUNK_ELEMENTS, accumulator, read
-from daypack.inspection.forms import Form
+from daypack.inspection.forms import AMSGRAD, Form
 from daypack.update import Elements, Hyper, Norms
 
 
@@ -51,8 +51,10 @@ def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
     step = form.step if form.counts else UNCOUNTED
     if not step or not form.entry.state or 0 in form.entry.shape:
         return None, ""
+    if form.faults:
+        return None, ""
     if "exp_avg" not in form.kept:
-        return None, "no first moment, by which an update could be told" if not form.faults else ""
+        return None, "no first moment, by which an update could be told"
     if form.rule.measured is not None and weights is None and form.projection is None:
         return None, "an update depends on the weights; give them with --weights"
     group = {"maximize": False, "nesterov": False, "dampening": 0.0, **form.options}
@@ -60,6 +62,8 @@ def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
         hyper = form.rule.at(group, step)
     except KeyError as error:
         return None, f"its group has no option {error}"
+    except (TypeError, ValueError, RuntimeError) as error:
+        return None, f"an option of its group is damaged ({error})"
     if form.rule.name == "sgd" and float(group["dampening"]) == 1:
         return None, "with a dampening of 1 no gradient enters"
     total = _squared_norm(form, replace(hyper, maximize=False), weights)
@@ -85,7 +89,7 @@ def _elements(form: Form, hyper: Hyper, weights: Tensor | None) -> Iterator[Elem
     """What the rule sees, a chunk at a time. Low-rank state steps a stand-in of zeros."""
     first = form.numbers("exp_avg")
     second = form.numbers("exp_avg_sq") if "exp_avg_sq" in form.kept else None
-    amsgrad = form.state.get("max_exp_avg_sq")
+    amsgrad = form.state.get(AMSGRAD)
     for chunk in first.chunks(second.align if second else 1):
         m = first.read(chunk)
         v = second.read(chunk) if second else None
@@ -98,12 +102,21 @@ def _elements(form: Form, hyper: Hyper, weights: Tensor | None) -> Iterator[Elem
 
 def norm(tensor: Tensor) -> float:
     """Euclidean norm of finite values, in fp64, a chunk of memory at a time."""
+    return math.sqrt(sum(float(part.square().sum()) for part in map(finite, pieces(tensor))))
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements, a chunk of memory at a time."""
     flat = tensor.detach().reshape(-1)
-    parts = (flat[i : i + CHUNK_ELEMENTS].double() for i in range(0, flat.numel(), CHUNK_ELEMENTS))
-    return math.sqrt(sum(float(part.nan_to_num(0.0, 0.0, 0.0).square().sum()) for part in parts))
+    return (flat[start : start + CHUNK_ELEMENTS] for start in range(0, flat.numel(), CHUNK_ELEMENTS))
+
+
+def finite(part: Tensor) -> Tensor:
+    """In fp64, 0 for what is not finite."""
+    return part.double().nan_to_num(0.0, 0.0, 0.0)
 
 
 def learning_rate(options: Mapping[str, Any]) -> float | None:
-    """``lr`` of a group, which may be a tensor."""
+    """``lr`` of a group, which may be a tensor; None if it is no number."""
     lr = options.get("lr")
-    return float(lr) if isinstance(lr, (int, float, Tensor)) else None
+    return float(lr) if isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1) else None

@@ -92,8 +92,8 @@ class ParamStats:
         lr: learning rate of its group.
         update: RMS of the update before the learning rate: of the one that a gradient equal to the running mean
             makes, which with Adam and AdamW is the last one taken; None where the state does not tell.
-        weight: RMS of the weights; None if they are not known.
-        nonfinite: stored values that are NaN or infinite, by state key.
+        weight: RMS of the finite weights; None if they are not known or none is finite.
+        nonfinite: stored values that are NaN or infinite, by state key; those of the weights under ``weight``.
         faults: what else is wrong with the stored values.
         note: why a number is missing.
     """

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from daypack.checkpoint import foreign, snapshot
 from daypack.checkpoint.content import read_weights
+from daypack.checkpoint.file import whole_of
 from daypack.checkpoint.snapshot import Snapshot
 from daypack.optim.options import plain_name
 
@@ -92,7 +93,7 @@ def state_file(path: Path) -> Path:
         ValueError: a folder without such a file, with several, or a distributed checkpoint.
     """
     if not path.is_dir():
-        return path.with_name(_whole_name(path)) if path.is_file() else path
+        return whole_of(path) if path.is_file() else path
     if (path / DISTRIBUTED).is_file():
         raise ValueError(
             f"{path} is a distributed checkpoint, whose index cannot be read without running what it holds; if you "
@@ -101,7 +102,7 @@ def state_file(path: Path) -> Path:
         )
     if (path / TRAINED).is_file():
         return path / TRAINED
-    names = sorted({_whole_name(each) for each in path.iterdir() if each.suffix in _ENDINGS and each.is_file()})
+    names = sorted({whole_of(each).name for each in path.iterdir() if each.suffix in _ENDINGS and each.is_file()})
     if len(names) != 1:
         found = f"several: {', '.join(names[:4])}" if names else f"none (*{', *'.join(_ENDINGS)})"
         raise ValueError(f"{path} should hold one file of optimizer state, or the shards of one; it has {found}")
@@ -109,10 +110,3 @@ def state_file(path: Path) -> Path:
 
 
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin")
-
-
-def _whole_name(path: Path) -> str:
-    """``state.safetensors`` for ``state-00001-of-00004.safetensors``; other names stay."""
-    stem, _, tail = path.stem.rpartition("-of-")
-    whole, _, index = stem.rpartition("-")
-    return whole + path.suffix if tail.isdigit() and index.isdigit() else path.name

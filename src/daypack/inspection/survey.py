@@ -34,7 +34,8 @@ def survey(source: Numbers, root: bool, pictured: bool) -> Survey:
     view, total, largest, nonfinite = source.view, 0.0, 0.0, 0
     used = torch.zeros(view.matrices, view.rows, dtype=torch.bool)
     histogram = torch.zeros(len(EDGES) - 1, dtype=torch.int64) if pictured else None
-    pool = Pool(view.matrices * view.rows, view.cols) if pictured and view.rows * view.matrices > 1 else None
+    rows, cells = view.matrices * view.rows, view.matrices * view.rows * view.cols
+    pool = Pool(rows, view.cols) if pictured and cells and rows > 1 else None
     for chunk in source.chunks():
         x = source.read(chunk).double()
         finite = x.isfinite()
@@ -48,9 +49,8 @@ def survey(source: Numbers, root: bool, pictured: bool) -> Survey:
             histogram += _counts(x)
         if pool is not None:
             pool.add(view, chunk, x)
-    return Survey(
-        total**0.5, largest, nonfinite, int((~used).sum()), histogram, pool.mean() if pool is not None else None
-    )
+    zero_rows = int((~used).sum()) if cells else 0
+    return Survey(total**0.5, largest, nonfinite, zero_rows, histogram, pool.mean() if pool is not None else None)
 
 
 def _counts(x: Tensor) -> Tensor:

@@ -73,13 +73,18 @@ def books(params: Sequence[ParamStats]) -> list[Book]:
     for param in params:
         for each in param.moments:
             picture = each.picture
-            if picture is None or picture.levels is None or picture.codes is None or not picture.levels.any():
+            if picture is None or picture.levels is None or picture.codes is None or not _is_drawable(picture.levels):
                 continue
             key = each.moment, picture.levels.numpy().tobytes()
             old = found.get(key)
             codes = picture.codes if old is None else old.codes + picture.codes
             found[key] = Book(each.moment, each.format, picture.levels, codes, 1 if old is None else old.params + 1)
     return list(found.values())
+
+
+def _is_drawable(levels: Tensor) -> bool:
+    """Whether levels rise, as those that are damaged (NaN) or not learned yet (all 0) do not."""
+    return bool(levels.any() and levels.isfinite().all() and (levels.diff() >= 0).all())
 
 
 def draw_book(book: Book, theme: Theme, wide: bool) -> Figure:
