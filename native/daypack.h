@@ -111,7 +111,8 @@ DAYPACK_EXPORT int64_t daypack_measure(const DaypackParam* params, int64_t count
                                        const uint8_t* active, int threads);
 
 // Second pass: moments, rule, decay and parameters of those that `active` marks (null: all). Returns -1, or the index of a
-// parameter whose codebook is not usable; nothing has changed then.
+// parameter whose codebook is not usable, or DAYPACK_NO_MEMORY if there is none for a projection; nothing has changed then.
+#define DAYPACK_NO_MEMORY (-2)
 DAYPACK_EXPORT int64_t daypack_apply(const DaypackParam* params, int64_t count, const DaypackOptions* options,
                                      const uint8_t* active, int threads);
 

@@ -82,8 +82,9 @@ void apply(const DaypackParam* params, int64_t count, const DaypackOptions* opti
 DaypackParam unprojected(const DaypackParam& param);
 
 // Both passes over the projected parameters that `active` marks (null: all); the codebooks are prepared. Those whose sum of
-// g^2 is not finite are left as they are. `totals`: where these sums go; null if they are known.
-void step_projected(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
+// g^2 is not finite are left as they are. `totals`: where these sums go; null if they are known. False, and nothing has
+// changed, if there is no memory for it.
+bool step_projected(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
                     const uint8_t* active, int threads, float* totals);
 
 }  // namespace daypack

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <numeric>
 
 #include "passes.h"
@@ -14,18 +15,32 @@ namespace {
 // Parameters up to this size are one task each, with memory of its own.
 constexpr int64_t SMALL = 1 << 17;
 
+constexpr int64_t LINE = 16;  // floats in a cache line, at which each lane begins
+static_assert(PRODUCT_SCRATCH % LINE == 0, "lanes are whole cache lines");
+
+int64_t shorter(const DaypackParam& d) { return d.full_rows < d.full_cols ? d.full_rows : d.full_cols; }
+
+// The largest stand-in and the largest basis among some parameters.
+struct Sizes {
+  int64_t low = 0, basis = 0;
+
+  Sizes(const DaypackParam* params, const std::vector<int64_t>& chosen) {
+    for (int64_t i : chosen) {
+      low = larger(low, elements(params[i]));
+      basis = larger(basis, shorter(params[i]) * params[i].rank);
+    }
+  }
+
+  // What a room for any of them takes, in whole cache lines.
+  int64_t floats(int64_t lanes) const { return parts(lanes * PRODUCT_SCRATCH + 2 * low + basis, LINE) * LINE; }
+};
+
 // What one projected parameter after the other needs while it is stepped: the stand-in and its gradient, the basis turned,
 // and for each thread what a block of a product is computed in.
 class Room {
  public:
-  Room(int64_t low, int64_t basis, int64_t lanes)
-      : memory_(new float[static_cast<size_t>(lanes * PRODUCT_SCRATCH + 2 * low + basis + LINE)]) {
-    const auto at = reinterpret_cast<uintptr_t>(memory_.get()) / sizeof(float);
-    first_ = memory_.get() + (LINE - at % LINE) % LINE;
-    grad_ = first_ + lanes * PRODUCT_SCRATCH;
-    moved_ = grad_ + low;
-    turned_ = moved_ + low;
-  }
+  Room(float* first, const Sizes& sizes, int64_t lanes)
+      : first_(first), grad_(first + lanes * PRODUCT_SCRATCH), moved_(grad_ + sizes.low), turned_(moved_ + sizes.low) {}
 
   float* grad() { return grad_; }
   float* moved() { return moved_; }
@@ -33,14 +48,8 @@ class Room {
   float* lane(int64_t index) { return first_ + index * PRODUCT_SCRATCH; }
 
  private:
-  static constexpr int64_t LINE = 16;  // floats in a cache line, at which each lane begins
-  static_assert(PRODUCT_SCRATCH % LINE == 0, "lanes are whole cache lines");
-
-  std::unique_ptr<float[]> memory_;
   float *first_, *grad_, *moved_, *turned_;
 };
-
-int64_t shorter(const DaypackParam& d) { return d.full_rows < d.full_cols ? d.full_rows : d.full_cols; }
 
 // All blocks of a product; the sum of squares of the factor that is measured. Any thread may compute any block.
 double multiply(const Product& x, Room& room, int threads) {
@@ -116,7 +125,7 @@ DaypackParam unprojected(const DaypackParam& d) {
   return whole;
 }
 
-void step_projected(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
+bool step_projected(const DaypackParam* params, int64_t count, const DaypackOptions* options, const Codec* const* codecs,
                     const uint8_t* active, int threads, float* totals) {
   std::vector<int64_t> small, large;
   for (int64_t i = 0; i < count; ++i)
@@ -126,20 +135,25 @@ void step_projected(const DaypackParam* params, int64_t count, const DaypackOpti
     const float total = step_one(params[i], options, codecs + i, room, helpers);
     if (totals != nullptr) totals[i] = total;
   };
-  if (!large.empty()) {
-    int64_t low = 0, basis = 0;
-    for (int64_t i : large) {
-      low = larger(low, elements(params[i]));
-      basis = larger(basis, shorter(params[i]) * params[i].rank);
-    }
-    Room room(low, basis, threads);
-    for (int64_t i : large) step(i, room, threads);
-  }
-  parallel_for(static_cast<int64_t>(small.size()), threads, [&](int64_t index) {
-    const DaypackParam& d = params[small[static_cast<size_t>(index)]];
-    Room room(elements(d), shorter(d) * d.rank, 1);
-    step(small[static_cast<size_t>(index)], room, 1);
+  // All memory before the first change, and in one piece: a failure within a task could not be reported.
+  const Sizes sizes(params, large), each(params, small);
+  const auto count_small = static_cast<int64_t>(small.size());
+  const int64_t lanes = count_small < threads ? count_small : threads;
+  const int64_t needed = larger(large.empty() ? 0 : sizes.floats(threads), lanes * each.floats(1));
+  if (needed == 0) return true;
+  const std::unique_ptr<float[]> memory(new (std::nothrow) float[static_cast<size_t>(needed + LINE)]);
+  if (memory == nullptr) return false;
+  const auto at = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.get()) / sizeof(float));
+  float* first = memory.get() + (LINE - at % LINE) % LINE;
+
+  Room room(first, sizes, threads);
+  for (int64_t i : large) step(i, room, threads);
+  std::atomic<int64_t> next{0};
+  parallel_for(lanes, threads, [&](int64_t lane) {
+    Room own(first + lane * each.floats(1), each, 1);
+    for (int64_t i = next.fetch_add(1); i < count_small; i = next.fetch_add(1)) step(small[static_cast<size_t>(i)], own, 1);
   });
+  return true;
 }
 
 }  // namespace daypack

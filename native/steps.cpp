@@ -68,8 +68,8 @@ int64_t step(const DaypackParam* params, int64_t count, const DaypackOptions* op
   if (bad >= 0) return bad;
   std::vector<uint8_t> small(static_cast<size_t>(count)), active(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) small[static_cast<size_t>(i)] = is_small(params[i]);
+  if (!step_projected(params, count, options, codecs.each(), nullptr, threads, totals)) return DAYPACK_NO_MEMORY;
   step_all_small(params, count, options, codecs.each(), small, threads, totals);
-  step_projected(params, count, options, codecs.each(), nullptr, threads, totals);
   for (int64_t i = 0; i < count; ++i) small[static_cast<size_t>(i)] |= params[i].rank > 0;  // done like these
   const auto skip = [&](int64_t i) {
     while (i < count && small[static_cast<size_t>(i)]) ++i;
@@ -134,8 +134,8 @@ int64_t daypack_apply(const DaypackParam* params, int64_t count, const DaypackOp
   daypack::Codecs codecs;
   const int64_t bad = codecs.prepare(params, count, active, threads);
   if (bad >= 0) return bad;
+  if (!daypack::step_projected(params, count, options, codecs.each(), active, threads, nullptr)) return DAYPACK_NO_MEMORY;
   daypack::apply(params, count, options, codecs.each(), active, threads);
-  daypack::step_projected(params, count, options, codecs.each(), active, threads, nullptr);
   return bad;
 }
 

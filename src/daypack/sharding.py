@@ -200,7 +200,11 @@ def agree(params: Sequence[Tensor], error: ValueError | None) -> None:
 
 
 def agree_everywhere(params: Sequence[Tensor], error: ValueError | None) -> None:
-    """`agree` over all ranks there are, whatever they hold; nothing is asked where no parameter is a DTensor."""
+    """`agree` over all ranks there are; nothing is asked where no parameter is a DTensor.
+
+    So either all ranks of the job hold a DTensor or none: one that holds none does not know that others wait for it,
+    and cannot ask, since a job without DTensors may call this on its first rank alone.
+    """
     _refuse(error, add_up_everywhere(params, error is not None))
 
 

@@ -49,20 +49,30 @@ def write(kind: int, source: Path, path: Path) -> None:
 
 
 def end_at(act: int) -> None:
-    """Let this process end before the act of that number: a tensor's bytes, a flush, a new name, a removal."""
+    """Let this process end before the act of that number: a file opened, a tensor's bytes, half of an index and the
+    rest, a flush, a new name, a removal."""
     left = act
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os._exit(ENDED)
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os._exit(ENDED)
+            count()
             return function(*args, **options)
 
         return counting
 
-    files._write_tensor = counted(files._write_tensor)
+    def write_halves(path: Path, content: bytes) -> None:
+        with path.open("wb", buffering=0) as file:
+            for half in (content[: len(content) // 2], content[len(content) // 2 :]):
+                count()
+                file.write(half)
+
+    files._write_tensor, files._write_bytes, Path.open = counted(files._write_tensor), write_halves, counted(Path.open)
     os.fsync, os.replace, Path.unlink = counted(os.fsync), counted(os.replace), counted(Path.unlink)
 
 

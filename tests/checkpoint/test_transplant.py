@@ -203,6 +203,22 @@ def test_heads_keep_the_corner_of_each_head() -> None:
     assert_same(m[12:20], before[8:16])
 
 
+@pytest.mark.parametrize("name", ["adamw", "gefen"])
+def test_what_is_cut_is_said(name: str) -> None:
+    params = parameters(shapes={"less": (24, 64), "both": (24, 64), "same": (24, 64)})
+    old = daypack.create(name, params.items())
+    train(old, params, range(20))
+    mine = parameters(shapes={"less": (16, 64), "both": (16, 96), "same": (24, 64)})
+    new = daypack.create(name, mine.items())
+    report = daypack.transplant(old, new)
+    outcomes = {entry.param: (entry.outcome, "were dropped" in entry.note) for entry in report.entries}
+    assert outcomes == {"less": ("cut", True), "both": ("grown", True), "same": ("exact", False)}
+    assert "parameters cut" in str(report)
+    assert new.state[mine["less"]]["step"] == 20
+    if name == "adamw":
+        assert_same(new.state[mine["less"]]["exp_avg"], old.state[params["less"]]["exp_avg"][:16].clone())
+
+
 def test_renaming_by_patterns() -> None:
     rules = {"layers.*.attn.*": "blocks.*.attention.*", "layers.*": "blocks.*", "head": "output"}
     assert renamed("layers.3.attn.q.weight", rules) == "blocks.3.attention.q.weight"

@@ -3,10 +3,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -153,70 +151,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert (cut / "loss.png").exists()
     # A finished run can be asked to go on; there is nothing to do, and that is no error.
     assert run(["train", "--resume", str(cut / "checkpoint.pt")]) == 0
-
-
-def interrupt(
-    arguments: list[str], metrics: Path, pattern: str, number: int, again: bool = False
-) -> tuple[int, str, str]:
-    """Start a command, send it a signal once it has written records, and return exit code, stdout and stderr.
-
-    Args:
-        again: send it once more, as one does when Ctrl-C had no effect: Python drops a KeyboardInterrupt that is raised
-            within a finaliser.
-    """
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        if any(path.stat().st_size for path in metrics.glob(pattern)):
-            break
-        time.sleep(0.05)
-    process.send_signal(number)
-    try:
-        shown, errors = process.communicate(timeout=20 if again else 60)
-    except subprocess.TimeoutExpired:
-        process.send_signal(number)
-        shown, errors = process.communicate(timeout=60)
-    assert "\x1b" not in shown + errors
-    return process.returncode, shown, "\n".join(without_progress(errors))
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path: Path, data: Path, number: int, code: int) -> None:
-    out = tmp_path / "runs"
-    arguments = ["train", "--optimizer", "adamw", *SMALL, "--data", str(data), "--out", str(out), "--steps", "100000"]
-    returned, shown, errors = interrupt(arguments, out, "adamw/metrics.jsonl", number)
-    assert (returned, errors) == (code, "")
-    stopped = checkpoint(out / "adamw")["step"]
-    assert 0 < stopped < 100_000
-    assert f"stopped and saved after step {stopped}; go on with: daypack train --resume {out / 'adamw'}" in shown
-    assert [line["step"] for line in records(out / "adamw")] == list(range(1, stopped + 1))
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_comparison_keeps_its_records_and_touches_nothing_else(
-    tmp_path: Path, data: Path, number: int, code: int
-) -> None:
-    out = tmp_path / "runs"
-    arguments = ["compare", *SMALL, "--data", str(data), "--out", str(out), "--steps", "100000", "--name", "x"]
-    returned, _, errors = interrupt(arguments, out, ".x.*/metrics.jsonl", number, again=True)
-    (kept,) = out.iterdir()
-    assert (returned, errors) == (code, f"daypack: interrupted; what was measured so far is in {kept}")
-    assert records(kept)[0]["step"] == 1
-
-
-def test_a_comparison_that_is_terminated_before_its_first_record_leaves_nothing(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from daypack.training import Job
-
-    monkeypatch.setattr(Job, "advance", lambda job: os.kill(os.getpid(), signal.SIGTERM))
-    before = signal.getsignal(signal.SIGTERM)
-    assert run(["compare", *SMALL, "--data", str(data), "--out", str(tmp_path / "runs")]) == 143
-    assert capsys.readouterr().err == "daypack: interrupted\n"
-    assert list((tmp_path / "runs").iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_batch_that_no_memory_holds_is_one_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -156,3 +157,11 @@ def held_by(optimizer: torch.optim.Optimizer, p: Tensor) -> int:
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all state tensors, counter and codebooks included."""
     return sum(t.numel() * t.element_size() for t in tensors(optimizer))
+
+
+def quietly(optimizer: torch.optim.Optimizer) -> list[str]:
+    """One step; the warnings it gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(w.message) for w in caught]

@@ -7,6 +7,9 @@ itself where that gradient is not small. Hence the bounds: relative to the large
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -202,3 +205,47 @@ def test_a_damaged_codebook_leaves_bases_and_all_other_state(refreshed: bool) ->
     for (name, key), value in before.items():
         assert torch.equal(optimizer.state[params[name]][key], value), (name, key)
     assert all(map(torch.equal, params.values(), held))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and limits addresses")
+def test_without_memory_for_the_stand_ins_nothing_changes() -> None:
+    """One piece is asked for before the first change; a failure within a task would end the process."""
+    code = """
+import resource, torch, daypack
+from daypack import kernels
+torch.set_num_threads(2)
+params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((130,), (1024, 512), (64, 48))]
+groups = [{"params": params[:1]}, {"params": params[1:2], "rank": 256}, {"params": params[2:], "rank": 8}]
+optimizer = daypack.GaLore(groups)
+torch.manual_seed(0)
+for p in params:
+    p.grad = torch.randn(p.shape)
+with kernels.use("native"):
+    optimizer.step()
+    optimizer.step()
+    held = [t for s in optimizer.state.values() for t in s.values()] + [p.data for p in params]
+    before = [t.clone() for t in held]
+    pages = int(open("/proc/self/statm").read().split()[0])
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), unlimited[1]))
+    try:
+        optimizer.step()
+    except MemoryError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    print(all(map(torch.equal, held, before)))
+    optimizer.step()
+    print([torch.equal(p.data, t) for p, t in zip(params, before[-3:])])
+"""
+    # Pieces of more than 64 KiB come from the system and go back to it: no memory that is free by chance.
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    message, same, moved = done.stdout.splitlines()
+    assert message.startswith("no memory for the stand-ins of projected parameters; nothing was updated")
+    assert (same, moved) == ("True", "[False, False, False]")

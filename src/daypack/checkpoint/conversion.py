@@ -16,7 +16,7 @@ from daypack import sharding
 from daypack.calibration.codebook import histogram
 from daypack.checkpoint import foreign, moments
 from daypack.checkpoint.moments import MEANINGS, MOMENTS, UNCOUNTED, Layout, Numbers
-from daypack.checkpoint.report import Report
+from daypack.checkpoint.report import Outcome, Report
 from daypack.checkpoint.snapshot import ParamState, Snapshot, names_of
 from daypack.formats.base import geometry
 from daypack.kernels import dispatch
@@ -131,6 +131,7 @@ class Source:
         step: steps taken.
         note: why moments are missing.
         grown: whether some elements were not in the old state.
+        cut: whether some elements of the old state are not in these moments.
         plan: of daypack's optimizers; state of an equal plan is taken over as it is.
         state: that state.
         options: of its group.
@@ -140,6 +141,7 @@ class Source:
     step: int
     note: str = ""
     grown: bool = False
+    cut: bool = False
     plan: ParamPlan | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -289,7 +291,8 @@ class _Filler:
             if codebook is not None and levels is not None and wanted[moment].any():
                 codebook.copy_(levels)
             error = moments.write(state, at, wanted[moment], _steps(found, source))
-            self.report.add(name, moment, _outcome(wanted[moment], at, error, source.grown), error)
+            note = "elements beyond the new shape were dropped" if source.cut else ""
+            self.report.add(name, moment, _outcome(wanted[moment], at, error, source), error, note)
         for moment in source.moments.keys() - found.moments.keys():
             self.report.add(name, moment, "dropped", note=f"{type(self.target).__name__} keeps none")
 
@@ -326,10 +329,12 @@ def _levels_of(source: Numbers) -> Tensor | None:
     return levels if levels is not None and bool(levels.any()) else None
 
 
-def _outcome(source: Numbers, at: moments.Moment, error: float, grown: bool) -> Any:
-    if grown:
+def _outcome(numbers: Numbers, at: moments.Moment, error: float, source: Source) -> Outcome:
+    if source.grown:
         return "grown"
+    if source.cut:
+        return "cut"
     if error:
         return "requantised"
-    alike = source.stored is not None and source.stored[0] == at.form
-    return "expanded" if source.compressed and not alike else "exact"
+    alike = numbers.stored is not None and numbers.stored[0] == at.form
+    return "expanded" if numbers.compressed and not alike else "exact"

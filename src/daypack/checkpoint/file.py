@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import zlib
@@ -66,12 +67,43 @@ def free_slot(path: Path, count: int) -> str:
     """What the names of a new set of shards end in, so that none of them is a name of the set that ``path`` stands for.
 
     A set is replaced by one act, the renaming of its index; until then the old one must stay whole.
+
+    Raises:
+        ValueError: a name is taken by a file that is not of optimizer state, such as a shard of a model's weights.
     """
     try:
-        live = members(path) if path.is_file() else shards_of(path)
-    except ValueError:
-        live = shards_of(path)  # damaged: whatever can be put together from it by hand stays
-    return "b" if shard_path(path, 0, count) in live else ""
+        live = members(path) if path.is_file() else _own_shards(path)
+    except (ValueError, OSError):
+        live = _own_shards(path)  # damaged: whatever can be put together from it by hand stays
+    slot = "b" if shard_path(path, 0, count) in live else ""
+    for shard in (shard_path(path, index, count, slot) for index in range(count)):
+        if shard.exists() and not _is_own(shard):
+            raise ValueError(
+                f"{shard} holds no optimizer state that can be read, and would be replaced; give another name than "
+                f"{path.name}, or move it away"
+            )
+    return slot
+
+
+def _own_shards(path: Path) -> list[Path]:
+    return [shard for shard in shards_of(path) if _is_own(shard)]
+
+
+def _is_own(path: Path) -> bool:
+    """Whether daypack wrote a file: the weights of a model in shards have names of the same form."""
+    from safetensors import SafetensorError
+
+    try:
+        return header.HEADER in (_open(path).metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
+def _open(path: Path) -> Any:
+    from safetensors import safe_open
+
+    path.open("rb").close()  # safetensors says of any file that it cannot open that it is not there
+    return safe_open(str(path), framework="pt")
 
 
 def members(path: Path) -> list[Path]:
@@ -79,30 +111,34 @@ def members(path: Path) -> list[Path]:
 
     Raises:
         ValueError: damaged, or not such a file.
+        OSError: it cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     try:
-        reader: Any = safe_open(str(path), framework="pt")
-        names = header.listed(reader.metadata())
-    except (SafetensorError, OSError, ValueError, *header.Malformed) as error:
+        names = header.listed(_open(path).metadata())
+    except (SafetensorError, ValueError, *header.Malformed) as error:
         raise _damaged(path, error) from None
     return [path] if names is None else [path.with_name(name) for name in names]
 
 
 def commit(path: Path, shards: Sequence[Path]) -> None:
     """Let ``path`` be the index of ``shards``, which are on the disk, and remove what it was before."""
-    from safetensors.torch import save_file
-
-    names = [shard.name for shard in shards]
-    write_whole(path, lambda temporary: save_file({}, str(temporary), header.index(names)))
+    content = _encoded({"__metadata__": header.index([shard.name for shard in shards])})
+    write_whole(path, lambda temporary: _write_bytes(temporary, content))
     sweep(path, shards)
 
 
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
 def sweep(path: Path, shards: Sequence[Path] = ()) -> None:
-    """Remove all shards beside ``path`` but these, and what a killed process left of some."""
-    for old in {*shards_of(path), *_beside(path, ".", ".tmp")} - {*shards}:
-        old.unlink(missing_ok=True)
+    """Remove all shards of optimizer state beside ``path`` but these, and what a killed process left of some."""
+    with contextlib.suppress(OSError):  # the new state stands already; what stays beside it is not read
+        # What a write left may have no header yet: there the name tells, which `write_whole` gives.
+        for old in {*_own_shards(path), *_beside(path, ".", ".tmp")} - {*shards}:
+            old.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------- writing
@@ -141,6 +177,11 @@ def _front(head: Header, parts: list[Part]) -> bytes:
             "data_offsets": [offset, offset + part.nbytes],
         }
         offset += part.nbytes
+    return _encoded(entries)
+
+
+def _encoded(entries: Mapping[str, Any]) -> bytes:
+    """The header of a safetensors file; its text is padded, so that the data begin at a multiple of 8."""
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
@@ -171,6 +212,7 @@ def read(path: Path) -> Snapshot:
 
     Raises:
         ValueError: missing, truncated, damaged, not such a file, or not all of its shards.
+        OSError: a file cannot be read.
     """
     shards = members(path) if path.is_file() else shards_of(path)
     if not shards:
@@ -244,17 +286,17 @@ class _File:
     """An open file: its header, and its tensors as views of mapped memory, checked when they are read."""
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         self.path = path
         try:
-            reader: Any = safe_open(str(path), framework="pt")
+            reader = _open(path)
             self._file = reader
             self.head = header.parse(reader.metadata())
             self.names: set[str] = set(reader.keys())
             if self.names != self.head.crc.keys():
                 raise ValueError("its tensors are not those that its header lists")
-        except (SafetensorError, OSError, ValueError, *header.Malformed) as error:
+        except (SafetensorError, ValueError, *header.Malformed) as error:
             raise _damaged(path, error) from None
         self._checked: set[tuple[str, int]] = set()
 

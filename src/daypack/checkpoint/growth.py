@@ -33,14 +33,14 @@ def transplant(
     """Give ``new_optimizer``, a fresh one over a changed model, the state of the old one, wherever parameters match.
 
     Parameters are matched by name; those of the same shape go on exactly, whole new ones start as in a fresh optimizer.
-    Of one whose shape has changed the leading corner is kept: the rows, columns and so on that both have. New elements
-    start with both moments 0. They cannot have a step of their own, so where a second moment divides, the step of a
-    parameter with new elements goes back to 10 (`daypack.checkpoint.conversion.HISTORY`) if it was larger, and its
-    moments are rescaled so that the means of g and of g^2 that they stand for stay. That gives new elements about the
-    bias correction of a fresh optimizer (under a constant gradient AdamW's first update is half a learning rate, no
-    later one above 1.13), and kept ones go on from their means and take in the new gradients sooner. Adafactor's
-    ``relative_step`` bounds the rate of such a parameter by its new step. Options are those of ``new_optimizer``, which
-    may be of another class: then state is converted too.
+    Of one whose shape has changed the leading corner is kept: the rows, columns and so on that both have; the report
+    calls it ``grown`` where elements are new, else ``cut``. New elements start with both moments 0. They cannot have a
+    step of their own, so where a second moment divides, the step of a parameter with new elements goes back to 10
+    (`daypack.checkpoint.conversion.HISTORY`) if it was larger, and its moments are rescaled so that the means of g and
+    of g^2 that they stand for stay. That gives new elements about the bias correction of a fresh optimizer (under a
+    constant gradient AdamW's first update is half a learning rate, no later one above 1.13), and kept ones go on from
+    their means and take in the new gradients sooner. Adafactor's ``relative_step`` bounds the rate of such a parameter
+    by its new step. Options are those of ``new_optimizer``, which may be of another class: then state is converted too.
 
     Args:
         old_state: an optimizer, its ``state_dict()``, or a file of either kind.
@@ -145,8 +145,10 @@ class _Matcher:
 
             return of
 
-        more = any(now > before for before, now in zip(*_divided(entry.shape, shape, heads), strict=True))
-        return Source({moment: grown(moment) for moment in source.moments}, source.step, source.note, grown=more)
+        sizes = list(zip(*_divided(entry.shape, shape, heads), strict=True))
+        more, fewer = (any(now > before for before, now in sizes), any(now < before for before, now in sizes))
+        found = {moment: grown(moment) for moment in source.moments}
+        return Source(found, source.step, source.note, grown=more, cut=fewer)
 
 
 def grow(old: Tensor, shape: tuple[int, ...], heads: tuple[int, int, int] | None = None) -> Tensor:

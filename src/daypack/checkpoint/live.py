@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from daypack.optim.options import plain_name
 from daypack.optim.state_dict import _match, _step
 from daypack.training.files import write_whole
 
+_T = TypeVar("_T")
+
 #: State of torch's own classes that is shaped like the parameter. AdamW, which is an Adam to Python, comes first.
 TORCH_STATE: dict[type[Optimizer], tuple[str, ...]] = {
     AdamW: ("exp_avg", "exp_avg_sq"),
@@ -35,7 +37,8 @@ def save_file(optimizer: Optimizer, path: str | os.PathLike[str], metadata: Mapp
 
     ``path`` (its folder must exist) keeps its old content until all of the new one is on the disk. With sharded
     parameters (DTensors) every rank calls this and writes its own file, ``path`` with ``-00001-of-00004`` or so before
-    its ending, and ``path`` becomes the index of these files when all of them are there.
+    its ending, and ``path`` becomes the index of these files when all of them are there. All ranks of the job must hold
+    a DTensor then; where only some do, these wait for the others.
 
     Args:
         optimizer: one of daypack's, or torch's Adam, AdamW or SGD.
@@ -47,35 +50,31 @@ def save_file(optimizer: Optimizer, path: str | os.PathLike[str], metadata: Mapp
     path, params = Path(path), _params(optimizer)
     rank, world = sharding.rank_of(params)
 
-    def write(temporary: Path) -> None:
-        error = None
-        try:
-            files.write(temporary, take(optimizer, metadata), rank, world)
-        except ValueError as problem:
-            error = problem
-        except OSError as problem:
-            error = _unwritten(path, problem)
-        sharding.agree_everywhere(params, error)  # no file takes its name before all are there
+    def write(temporary: Path) -> None:  # no file takes its name before all are there
+        _everywhere(params, path, lambda: files.write(temporary, take(optimizer, metadata), rank, world))
 
     if world == 1:
-        write_whole(path, write)
+        _everywhere(params, path, lambda: write_whole(path, write))
         files.sweep(path)
         return
-    second = sharding.add_up_everywhere(params, bool(rank == 0 and files.free_slot(path, world)))
-    shards = [files.shard_path(path, index, world, "b" if second else "") for index in range(world)]
-    write_whole(shards[rank], write)
-    sharding.agree_everywhere(params, None)
-    error = None
+    slot = _everywhere(params, path, lambda: files.free_slot(path, world) if rank == 0 else "")
+    slot = "b" if sharding.add_up_everywhere(params, slot == "b") else ""
+    shards = [files.shard_path(path, index, world, slot) for index in range(world)]
+    _everywhere(params, path, lambda: write_whole(shards[rank], write))
+    _everywhere(params, path, lambda: files.commit(path, shards) if rank == 0 else None)
+
+
+def _everywhere(params: Sequence[Tensor], path: Path, act: Callable[[], _T]) -> _T:
+    """What ``act`` returns; where it fails on one rank, all raise: none waits for another that has given up."""
+    result, error = None, None
     try:
-        if rank == 0:
-            files.commit(path, shards)
+        result = act()
+    except ValueError as problem:
+        error = problem
     except OSError as problem:
-        error = _unwritten(path, problem)
+        error = ValueError(f"cannot write {path}: {problem.strerror or problem}; check the folder and its space")
     sharding.agree_everywhere(params, error)
-
-
-def _unwritten(path: Path, problem: OSError) -> ValueError:
-    return ValueError(f"cannot write {path}: {problem.strerror or problem}; check the folder and its space")
+    return result  # type: ignore[return-value]
 
 
 def load_file(optimizer: Optimizer, path: str | os.PathLike[str]) -> dict[str, str]:

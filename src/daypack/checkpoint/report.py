@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-Outcome: TypeAlias = Literal["exact", "expanded", "requantised", "grown", "new", "dropped"]
+Outcome: TypeAlias = Literal["exact", "expanded", "requantised", "grown", "cut", "new", "dropped"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Carried:
         moment: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"state"`` (all of it).
         outcome: ``"exact"``: the same numbers, stored alike; ``"expanded"``: the same numbers, from a compressed form
             into a plain one; ``"requantised"``: rounded or averaged anew; ``"grown"``: kept where the old parameter
-            was, started elsewhere; ``"new"``: started; ``"dropped"``: not carried.
+            was, started elsewhere; ``"cut"``: kept where the new parameter is, the rest dropped; ``"new"``: started;
+            ``"dropped"``: not carried.
         error: of what is stored relative to what was to be stored, 2-norms.
         note: the reason.
     """

@@ -31,13 +31,15 @@ def split(path: str | os.PathLike[str], count: int, folder: str | os.PathLike[st
     """Write a checkpoint as ``count`` shards, the ones that ``count`` ranks would have saved, into ``folder``.
 
     Rows are divided as torch shards dim 0: evenly, rounded up; the last shards may have fewer rows or none. Their index
-    takes the name of ``path`` when all of them are there.
+    takes the name of ``path`` when all of them are there. What ``folder`` holds under that name, a whole file or shards
+    with their index, is replaced.
 
     Returns:
         The shards.
 
     Raises:
-        ValueError: ``path`` is damaged or in ``folder``, or ``count`` is below 1 or above the largest dim 0.
+        ValueError: ``path`` is damaged or in ``folder``, ``folder`` holds shards of that name without their index, or
+            ``count`` is below 1 or above the largest dim 0.
     """
     path, folder = Path(path), Path(folder)
     if count < 1:
@@ -51,6 +53,12 @@ def split(path: str | os.PathLike[str], count: int, folder: str | os.PathLike[st
         )
     if target.exists() and target.samefile(path):
         raise ValueError(f"{folder} holds {path.name} itself, whose name the index of the shards takes; give another")
+    stray = [] if target.exists() else files.shards_of(target)
+    if stray:
+        raise ValueError(
+            f"{folder} holds shards of {path.name} without their index, such as {stray[0].name}; give another folder, "
+            "or delete them first"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     slot = files.free_slot(target, count)
     written = [files.shard_path(target, index, count, slot) for index in range(count)]

@@ -137,8 +137,8 @@ def transplant(
 ) -> None:
     """Carry optimizer state into a changed model: wider, deeper, more heads, a larger vocabulary, other names.
 
-    Parameters are matched by name; of changed shapes the leading corner is kept. Says what was kept, grown, new or
-    dropped. A module:function is imported and called: it is your own code.
+    Parameters are matched by name; of changed shapes the leading corner is kept. Says what was kept, grown, cut,
+    new or dropped. A module:function is imported and called: it is your own code.
 
     Example: daypack transplant runs/adamw/checkpoint.pt tiny,mlp_hidden=264 wider.safetensors
     """

@@ -45,6 +45,8 @@ from daypack.kernels.tables import (
 from daypack.update import Update
 
 INTERFACE = 5
+#: What a step returns that found no memory.
+NO_MEMORY = -2
 
 
 _gradient = attrgetter("grad")
@@ -320,6 +322,11 @@ class Batch:
         torch.autograd.graph.increment_version(stepped)
 
     def _check(self, bad: int) -> None:
+        if bad == NO_MEMORY:
+            raise MemoryError(
+                "no memory for the stand-ins of projected parameters; nothing was updated; take a lower rank or fewer "
+                "threads"
+            )
         if bad >= 0:
             raise ValueError(
                 f"the codebook of parameter {self.updates[bad].name} is not 256 multiples of 1/{codebook.GRID} that "
