@@ -173,6 +173,15 @@ def test_a_run_that_diverges_says_so_and_fails(tmp_path: Path, data: Path, capsy
     assert (tmp_path / "sgd" / "report.html").exists()
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of parameter")
+def test_a_run_whose_gradients_are_passed_over_has_diverged_too(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", *SMALL, "--data", str(data), "--out", str(tmp_path), "--optimizer", "gefen", "--lr", "1e30"]
+    assert run(arguments) == 1
+    assert "daypack: the run diverged: most gradients were not finite; try a lower --lr" in capsys.readouterr().err
+
+
 def test_a_checkpoint_without_optimizer_state_warns_in_one_line(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import daypack
 from daypack.planner import pretrained, sources
 from daypack.planner.memory import plan_memory
 from daypack.planner.sources import from_count, load_model
@@ -93,7 +96,7 @@ def test_a_checkpoint_by_its_header_alone(tmp_path):
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_refused(tmp_path, content):
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="not a safetensors file that can be read"):
+    with pytest.raises(ValueError, match="not a safetensors file of a model's weights"):
         load_model(str(tmp_path / "x.safetensors"))
 
 
@@ -154,3 +157,18 @@ def test_a_count_says_that_it_is_a_stand_in():
     assert spec.elements == 350_000_000
     assert "stand-in" in spec.notes[0]
     assert sources.stand_in(7)[0]
+
+
+def test_optimizer_state_is_no_model(tmp_path: Path) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = daypack.Gefen([("w", p)])
+    daypack.materialize_state(optimizer)
+    daypack.checkpoint.save_file(optimizer, tmp_path / "state.safetensors")
+    with pytest.raises(ValueError, match="holds optimizer state; give the weights"):
+        load_model(str(tmp_path / "state.safetensors"))
+
+
+@pytest.mark.parametrize("model", ["7B", "llama", None, 7])
+def test_names_are_for_the_command_line(model: Any) -> None:
+    with pytest.raises(ValueError, match="plan takes a module, shapes, or what"):
+        daypack.plan(model)

@@ -31,6 +31,15 @@ def torch_load(path: Path) -> Any:
     try:
         # torch maps only its zip format; what it wrote before 1.6 is read whole.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; it may be cut short: check its size") from None
+    except pickle.UnpicklingError as error:
+        text = " ".join(str(error).split())
+        if "torchao" not in text:
+            raise ValueError(
+                f"damaged or unknown checkpoint {path}: torch.save did not write it, or it holds more than tensors and "
+                "numbers, which is not loaded because loading it would run code"
+            ) from None
     except _BROKEN as error:
         text = " ".join(str(error).split())
     if "torchao" in text:

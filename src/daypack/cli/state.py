@@ -178,7 +178,10 @@ def _show(report: Report, table: bool, out: Path) -> None:
 def _pairs(texts: Sequence[str] | None, option: str) -> list[tuple[str, str]]:
     for text in texts or ():
         if "=" not in text:
-            raise ValueError(f"cannot read {option} {text!r}; give it as old=new")
+            form = {"--option": "name=value", "NEW_MODEL": "name=value", "--heads": "pattern=heads"}.get(
+                option, "old=new"
+            )
+            raise ValueError(f"cannot read {option} {text!r}; give it as {form}")
     return [(text.partition("=")[0], text.partition("=")[2]) for text in texts or ()]
 
 

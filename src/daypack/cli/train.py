@@ -9,6 +9,8 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
+from torch.optim import Optimizer
+
 from daypack.cli.compare import config_of, provenance
 from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import StopRequest
@@ -149,8 +151,18 @@ def _go_on(job: Job, path: Path, records: list[Record], every: Every) -> int:
     write_report(folder, "train", provenance(folder.name, job.task, config.threads), [result])
     console.print(comparison_table(summarise([result])))
     console.print(f"report: {folder / 'report.html'}  checkpoint: {path}", soft_wrap=True)
-    if math.isfinite(result.validation_loss):
+    cause = _divergence(job.optimizer, len(records), result.validation_loss)
+    if cause is None:
         return 0
     if job.ranks.first:
-        print("daypack: the run diverged: its loss is not finite; try a lower --lr", file=sys.stderr)
+        print(f"daypack: the run diverged: {cause} not finite; try a lower --lr", file=sys.stderr)
     return DIVERGED
+
+
+def _divergence(optimizer: Optimizer, steps: int, loss: float) -> str | None:
+    """What was not finite: the loss, or the gradients of every parameter at most steps; None if the run went well."""
+    if not math.isfinite(loss):
+        return "its loss is"
+    skipped = getattr(optimizer, "skipped", {})
+    params = sum(len(group["params"]) for group in optimizer.param_groups)
+    return "most gradients were" if len(skipped) == params and 2 * min(skipped.values()) > steps else None

@@ -48,7 +48,7 @@ class GaLore(CompressedOptimizer):
     gradient through its leading singular vectors on the shorter side; see `daypack.projection.Projection`. The state
     is the inner optimizer's for the stand-in, plus the basis: ``8 rank max + 4 rank min`` bytes around AdamW, 3 per
     parameter of a square matrix at a quarter of its rank and 1.5 at an eighth; ``1.02 rank max + 4 rank min`` around
-    Gefen, 0.64 at an eighth. Above a fifth of its rank Gefen's own 1.02 is less, and the matrix steps whole.
+    Gefen, 0.63 at an eighth. Above a fifth of its rank Gefen's own 1.02 is less, and the matrix steps whole.
 
     Everything else runs the inner optimizer plainly: groups without a rank, vectors, three and more dims (convolutions,
     stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once. These

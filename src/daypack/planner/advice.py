@@ -80,8 +80,8 @@ def _nothing_fits(plan: MemoryPlan, rows: tuple[OptimizerPlan, ...], memory: int
         remedy = "use gradient checkpointing or a shorter sequence"
         if plan.batch > 1:
             remedy = f"use a smaller batch than {plan.batch}, {remedy.removeprefix('use ')}"
-    elif plan.parallel in ("fsdp2", "zero3"):
-        remedy = "use more GPUs, 16-bit weights, or LoRA"
     else:
-        remedy = "shard it over several GPUs (fsdp2), or use 16-bit weights or LoRA"
+        sharded = plan.parallel in ("fsdp2", "zero3")
+        smaller = "16-bit weights or LoRA" if plan.weights_dtype == "fp32" else "LoRA"
+        remedy = f"use more GPUs, or {smaller}" if sharded else f"shard it over several GPUs (fsdp2), or use {smaller}"
     return f"Nothing fits: even {least.optimizer} lacks {lacking}; {remedy}."

@@ -177,6 +177,11 @@ def _describe(model: ModelSpec | nn.Module | Iterable[Any], inputs: Inputs | Non
         model = (
             describe(model) if hasattr(model, "main_input_name") and hasattr(model, "config") else from_module(model)
         )
+    if model is None or isinstance(model, (str, bytes, int)):
+        raise ValueError(
+            f"plan takes a module, shapes, or what daypack.planner.sources.load_model returns; got {model!r} (daypack "
+            "plan on the command line knows names and sizes: there load_model and from_count read them)"
+        )
     spec = model if isinstance(model, ModelSpec) else from_shapes(model)
     if not spec.params:
         raise ValueError(f"{spec.name} has no parameters")

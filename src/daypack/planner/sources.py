@@ -156,12 +156,12 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
             if length > _LONGEST_HEADER:
                 raise ValueError(f"its header would have {length} bytes")
             header = json.loads(file.read(length))
+        if "daypack" in header.get("__metadata__", {}):
+            raise ValueError("it holds optimizer state; give the weights of the model, or its config.json")
         return {
             name: (tuple(map(int, entry["shape"])), SAFETENSORS[entry["dtype"]])
             for name, entry in header.items()
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(
-            f"{path} is not a safetensors file that can be read: {type(error).__name__}: {error}"
-        ) from None
+        raise ValueError(f"{path} is not a safetensors file of a model's weights: {error}") from None
