@@ -212,7 +212,9 @@ def test_a_load_takes_the_state_and_one_parameter(tmp_path: Path) -> None:
         optimizer = daypack.create(name, list(params.values()))
         train(optimizer, params, range(1))
         save_file(optimizer, small / f"{name}.safetensors")
-    environment = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}  # else every thread keeps memory back
+    # Else the allocator keeps back, and hands out again, more than is measured.
+    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = os.environ | allocator | {"OMP_NUM_THREADS": "1"}
     for do in ("save", "load"):
         command = [sys.executable, "-c", _PEAK, str(tmp_path), do, str(small)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -220,8 +222,7 @@ def test_a_load_takes_the_state_and_one_parameter(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert len(lines) == 3
     for line in lines:
-        name, _, held, peak = line.split()
+        _, _, held, peak = line.split()
         one = int(held) / 24
         slack = 6 * 2**20  # the file's header, the allocator's arenas
-        assert int(peak) <= int(held) + one + slack, line
-        assert int(peak) >= 0.5 * int(held), (name, line)  # less than held where the allocator had pages to spare
+        assert 0.9 * int(held) <= int(peak) <= int(held) + one + slack, line
