@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ def run_cells(path: Path, keys: Iterable[dict[str, Any]], run: Callable[..., dic
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, **result}) + "\n")
             print(key, flush=True)
+
+
+def main(report: Callable[[], None], plot: Callable[[], None], measure: Callable[[list[str]], None]) -> None:
+    """What a script was asked for: ``report``, ``plot``, or to measure what is missing (words then say of what)."""
+    chosen = {"report": report, "plot": plot}.get(" ".join(sys.argv[1:]))
+    if chosen:
+        chosen()
+    else:
+        measure(sys.argv[1:])
 
 
 def read(path: Path) -> list[dict[str, Any]]:

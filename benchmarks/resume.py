@@ -9,10 +9,9 @@ The state is dropped after 750 of 1,500 steps; all remedies of a seed go on from
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from cells import CUT, RESULTS, SEEDS, draw, gaps, half_trained, pick, proceed, read, run_cells, show
+from cells import CUT, RESULTS, SEEDS, draw, gaps, half_trained, main, pick, proceed, read, run_cells, show
 from daypack.checkpoint import Rewarm
 from daypack.training.loop import build_optimizer, thread_count
 
@@ -71,11 +70,10 @@ def plot() -> None:
     draw("resume.png", panels, "above the run with its state")
 
 
+def measure(_: list[str]) -> None:
+    keys = [{"optimizer": o, "remedy": r, "seed": s} for s in SEEDS for o in OPTIMIZERS for r in REMEDIES]
+    run_cells(PATH, keys, cell)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["report"]:
-        report()
-    elif sys.argv[1:] == ["plot"]:
-        plot()
-    else:
-        keys = [{"optimizer": o, "remedy": r, "seed": s} for s in SEEDS for o in OPTIMIZERS for r in REMEDIES]
-        run_cells(PATH, keys, cell)
+    main(report, plot, measure)

@@ -10,11 +10,10 @@ All kinds of a seed go on from the same weights on the same batches; gaps are pa
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import Any
 
 import daypack
-from cells import CUT, RESULTS, SEEDS, STEPS, draw, gaps, half_trained, pick, proceed, read, run_cells, show
+from cells import CUT, RESULTS, SEEDS, STEPS, draw, gaps, half_trained, main, pick, proceed, read, run_cells, show
 from daypack.training.loop import thread_count
 
 PATH = RESULTS / "switch.jsonl"
@@ -57,10 +56,9 @@ def plot() -> None:
     draw("switch.png", {f"all of it (steps after {CUT})": curves, "the beginning": curves}, "above AdamW", (None, 60))
 
 
+def measure(_: list[str]) -> None:
+    run_cells(PATH, [{"kind": kind, "seed": seed} for seed in SEEDS for kind in KINDS], cell)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["report"]:
-        report()
-    elif sys.argv[1:] == ["plot"]:
-        plot()
-    else:
-        run_cells(PATH, [{"kind": kind, "seed": seed} for seed in SEEDS for kind in KINDS], cell)
+    main(report, plot, measure)

@@ -13,14 +13,13 @@ rates. "a step for each element" is AdamW with just that: kept elements go on ex
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 import daypack
-from cells import CUT, RESULTS, SEEDS, draw, exchange, gaps, half_trained, pick, proceed, read, run_cells, show
+from cells import CUT, RESULTS, SEEDS, draw, exchange, gaps, half_trained, main, pick, proceed, read, run_cells, show
 from daypack.checkpoint import Rewarm
 from daypack.checkpoint.growth import grow
 from daypack.training.loop import thread_count
@@ -142,10 +141,9 @@ def plot() -> None:
     draw("transplant.png", panels, "above a fresh state")
 
 
+def measure(optimizers: list[str]) -> None:
+    run_cells(PATH, [key for key in keys() if key["optimizer"] in (optimizers or KINDS)], cell)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["report"]:
-        report()
-    elif sys.argv[1:] == ["plot"]:
-        plot()
-    else:
-        run_cells(PATH, [key for key in keys() if key["optimizer"] in (sys.argv[2:] or KINDS)], cell)
+    main(report, plot, measure)

@@ -145,20 +145,21 @@ def test_tiny_and_huge_gradients(cpu: str, magnitude: float) -> None:
     assert_equal(pairs, codes_per_million=10 if magnitude > 1e-37 else 1000)  # denormals: an ulp is a large part
 
 
+def with_zeros(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    """A gradient whose rows and columns are zeros in part; all of it is, but at steps 1 and 2."""
+    g = 0.01 * noise(shape, name, step)
+    if len(shape) == 2:
+        g[:, : shape[1] // 3] = 0
+        g[::5] = 0
+    return g * (step in (1, 2))
+
+
 @pytest.mark.parametrize("second_moment", ["factored", "blocks"])
 def test_zeros(cpu: str, second_moment: str) -> None:
     """All-zero gradients, rows, columns and blocks, before and after others."""
-
-    def make(name: str, shape: tuple[int, ...], step: int) -> Tensor:
-        g = 0.01 * noise(shape, name, step)
-        if len(shape) == 2:
-            g[:, : shape[1] // 3] = 0
-            g[::5] = 0
-        return g * (step in (1, 2))
-
     shapes = {name: shape for name, shape in SHAPES.items() if name != "both"}
     options = {"lr": 1e-2, "second_moment": second_moment}
-    assert_equal(compare(parameters(torch.float32, shapes), torch.float32, options, 5, make))
+    assert_equal(compare(parameters(torch.float32, shapes), torch.float32, options, 5, with_zeros))
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 3e38])
@@ -210,16 +211,8 @@ def test_every_cell_in_all_dtypes(cpu: str, cell: str) -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_cell_with_zeros(cpu: str, cell: str) -> None:
     """A zero gradient at first, then rows and columns of zeros: no code of a second moment may become 0."""
-
-    def make(name: str, shape: tuple[int, ...], step: int) -> Tensor:
-        g = 0.01 * noise(shape, name, step)
-        if len(shape) == 2:
-            g[:, : shape[1] // 3] = 0
-            g[::5] = 0
-        return g * (step in (1, 2))
-
     shapes = {name: SHAPES[name] for name in ("matrix", "prime", "short", "line", "vector")}
-    assert_equal(compare(parameters(torch.float32, shapes), torch.float32, CELLS[cell], 4, make))
+    assert_equal(compare(parameters(torch.float32, shapes), torch.float32, CELLS[cell], 4, with_zeros))
 
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-27, 1e-15, 1e-12, 1e5, 1e16])
