@@ -252,3 +252,13 @@ print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 160 << 20
+
+
+@pytest.mark.parametrize("kept", [0.01, 0.1, 0.5, 0.99])
+def test_a_checkpoint_that_was_cut_short_is_named(saved: Saved, tmp_path: Path, kept: float) -> None:
+    optimizer, _ = saved
+    torch.save(optimizer.state_dict(), tmp_path / "whole.pt")
+    content = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(ValueError, match=r"cut\.pt"):
+        daypack.inspect_state(tmp_path / "cut.pt")

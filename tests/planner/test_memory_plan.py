@@ -235,3 +235,11 @@ def test_gpus():
     assert all(gpu_memory(name) == size * GB for name, size in GPUS.items())
     with pytest.raises(ValueError, match="unknown GPU 'h900'; give --memory"):
         gpu_memory("h900")
+
+
+def test_weights_that_have_16_bits_already_are_not_advised() -> None:
+    for dtype, advised in ((torch.float32, True), (torch.bfloat16, False)):
+        reason = daypack.plan([(40_000, 100_000)], weights=dtype, memory=1 << 30).reason
+        assert reason.startswith("Nothing fits")
+        assert ("16-bit weights" in reason) == advised
+        assert "LoRA" in reason
