@@ -9,15 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from daypack.formats.base import (
-    CHUNK_ELEMENTS,
-    ComponentSpec,
-    Geometry,
-    State,
-    StateFormat,
-    accumulator,
-)
-from daypack.update import Update
+from daypack.formats.base import ComponentSpec, State, StateFormat
+from daypack.geometry import CHUNK_ELEMENTS, Geometry, accumulator
+from daypack.param import ParamStep
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class Projection(StateFormat):
         basis = ComponentSpec("", (min(self.shape), self.rank), accumulator(dtype))
         return basis, ComponentSpec("_left", (), torch.int64)
 
-    def fault(self, state: State, name: str, view: Geometry) -> str | None:
+    def fault(self, state: State, name: str, view: Geometry, squares: bool) -> str | None:
         if not state[name].isfinite().all():
             return f"{name} holds a value that is not finite"
         left = int(state[name + "_left"])
@@ -93,35 +87,35 @@ class Projection(StateFormat):
         largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))
         return basis * torch.where(largest < 0, -1.0, 1.0)
 
-    def refresh_(self, update: Update) -> None:
+    def refresh_(self, item: ParamStep) -> None:
         """Take a new basis from the gradient (finite, not all zero) if the old one has served its time."""
-        basis, left = update.state["basis"], update.state["basis_left"]
+        basis, left = item.state["basis"], item.state["basis_left"]
         if left > 0:
             return
         try:
-            basis.copy_(self.leading(update.grad))
+            basis.copy_(self.leading(item.grad))
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             warnings.warn(
-                f"the basis of parameter {update.name} stays as it is: its gradient could not be decomposed ({error})",
+                f"the basis of parameter {item.name} stays as it is: its gradient could not be decomposed ({error})",
                 stacklevel=2,
             )
             if not basis.any():
                 return
-        left.fill_(int(update.group["update_proj_gap"]))
+        left.fill_(int(item.group["update_proj_gap"]))
 
-    def stand_in(self, update: Update) -> Update:
-        """The low-rank parameter to step in place of ``update``'s, with its gradient; it does not decay."""
-        real, upright = accumulator(update.param.dtype), self._upright(update.grad)
-        param = torch.zeros(self.low, dtype=real, device=update.param.device)
-        param.grad, basis = torch.empty_like(param), update.state["basis"].to(param.device)
+    def stand_in(self, item: ParamStep) -> ParamStep:
+        """The low-rank parameter to step in place of ``item``'s, with its gradient; it does not decay."""
+        real, upright = accumulator(item.param.dtype), self._upright(item.grad)
+        param = torch.zeros(self.low, dtype=real, device=item.param.device)
+        param.grad, basis = torch.empty_like(param), item.state["basis"].to(param.device)
         for part in self._parts():
             self._upright(param.grad)[part] = upright[part].to(real) @ basis
-        group = {**update.group, "weight_decay": 0.0}
-        return replace(update, param=param, group=group, plan=replace(update.plan, projection=None), sums=())
+        group = {**item.group, "weight_decay": 0.0}
+        return replace(item, param=param, group=group, plan=replace(item.plan, projection=None), sums={})
 
-    def write_back_(self, update: Update, low: Tensor) -> None:
+    def write_back_(self, item: ParamStep, low: Tensor) -> None:
         """``p <- p (1 - lr wd) + scale q Q^T``, rounded once."""
-        group, basis, upright = update.group, update.state["basis"], self._upright(update.param)
+        group, basis, upright = item.group, item.state["basis"], self._upright(item.param)
         kept, scale = 1 - float(group["lr"]) * float(group["weight_decay"]), float(group["scale"])
         for part in self._parts():
             moved = upright[part].to(low.dtype) * kept
@@ -135,10 +129,10 @@ def project(shape: tuple[int, ...], rank: int | None) -> Projection | None:
     return Projection((shape[0], shape[1]), min(rank, *shape))
 
 
-def stepped(update: Update) -> Update:
-    """What the rule steps: ``update`` itself, or its stand-in, after the basis was taken from its gradient if due."""
-    projection = update.plan.projection
+def stepped(item: ParamStep) -> ParamStep:
+    """What the rule steps: ``item`` itself, or its stand-in, after the basis was taken from its gradient if due."""
+    projection = item.plan.projection
     if projection is None:
-        return update
-    projection.refresh_(update)
-    return projection.stand_in(update)
+        return item
+    projection.refresh_(item)
+    return projection.stand_in(item)

@@ -125,7 +125,7 @@ def one_thread() -> Iterator[None]:
 
 
 def main() -> None:
-    from daypack.kernels import native
+    from daypack.kernels.native import library as native
 
     record: dict[str, Any] = {"torch": torch.__version__, "arithmetic": arithmetic(), "cpu": native.cpu(), "way": {}}
     for label in CASES:

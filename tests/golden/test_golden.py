@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from daypack.checkpoint import load_file
-from daypack.kernels import native
+from daypack.kernels.native import library as native
 
 from ..conformance.scene import assert_same, state_of, train
 from .make import CASES, DTYPES, FOLDER, LATER, OURS, SMALL, STEPS, arithmetic, digest, make, one_thread, size, way

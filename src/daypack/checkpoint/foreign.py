@@ -16,11 +16,10 @@ from daypack.checkpoint import file as files
 from daypack.checkpoint import libraries, moments, snapshot
 from daypack.checkpoint.content import is_safetensors, torch_load, weights_in
 from daypack.checkpoint.live import torch_class
-from daypack.checkpoint.moments import PLAIN, Layout
+from daypack.checkpoint.moments import PLAIN, Storage
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
-from daypack.optim.state_dict import specs_of
 
 #: Classes of bitsandbytes and torchao by a part of their names, and the class of `PLAIN` that stores the same moments.
 _FAMILIES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD", "adam": "Adam"}
@@ -41,21 +40,21 @@ def family(name: str) -> str:
     raise ValueError(f"state of {name} is not known; known are {', '.join(PLAIN)} and their 8-bit forms")
 
 
-def layouts(source: Snapshot) -> Callable[[str], Layout]:
+def storages(source: Snapshot) -> Callable[[str], Storage]:
     """How the state of each parameter of a snapshot is stored."""
     options = {name: group for group, names in source.groups for name in names}
     if source.optimizer in PLAIN:
 
-        def plain(name: str) -> Layout:
+        def plain(name: str) -> Storage:
             return PLAIN[source.optimizer]
 
         return plain
     optimizer = _empty(source.optimizer)
 
-    def ours(name: str) -> Layout:
+    def ours(name: str) -> Storage:
         entry, group = source.params[name], {**optimizer.defaults, **options[name]}
         try:
-            return moments.layout(optimizer, group, entry.shape, entry.dtype, name)
+            return moments.storage(optimizer, group, entry.shape, entry.dtype, name)
         except TypeError as error:
             raise ValueError(
                 f"an option of the group of parameter {name} is damaged ({error}); use another checkpoint"
@@ -309,10 +308,10 @@ def _shapes_of(
     """
     assert isinstance(optimizer, CompressedOptimizer)
     plan = optimizer.plan(torch.Size(entry.shape), entry.dtype, {**optimizer.defaults, **options}, name)
-    if options.get("rule", plan.rule.name) != plan.rule.name:
-        raise ValueError(f"the group of parameter {name} was updated by {options['rule']}, not by {plan.rule.name}")
-    specs = specs_of(torch.empty(entry.shape, device="meta"), plan)
-    return {"step": (), **{key: spec.shape for key, spec in specs.items()}}
+    rule = optimizer.rule_name({**optimizer.defaults, **options})
+    if options.get("rule", rule) != rule:
+        raise ValueError(f"the group of parameter {name} was updated by {options['rule']}, not by {rule}")
+    return {"step": (), **{key: spec.shape for key, spec in plan.specs(entry.shape, entry.dtype, saved=True).items()}}
 
 
 # -------------------------------------------------------------------- files

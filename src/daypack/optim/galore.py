@@ -22,9 +22,10 @@ from daypack.optim.options import (
     check_not_negative,
     check_positive,
 )
+from daypack.param import ParamPlan
 from daypack.projection import project
-from daypack.rules import ADAMW
-from daypack.update import ParamPlan, Rule
+from daypack.rules.adamw import ADAMW
+from daypack.rules.base import Rule
 
 #: Options of GaLore that the inner optimizer takes over where it has them.
 SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")
@@ -204,7 +205,7 @@ class _Inner:
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str, flat: bool = False) -> ParamPlan:
         optimizer = _optimizer(self)
         if not isinstance(optimizer, CompressedOptimizer):
-            return ParamPlan(ADAMW, Dense(), Dense())
+            return ParamPlan(ADAMW, (Dense(), Dense()))
         planned = optimizer.plan_partition if flat else optimizer.plan
         plan = planned(shape, dtype, self.group(group), name)
         return replace(plan, rule=_translated(plan.rule, self))
@@ -232,4 +233,4 @@ def _shares(option: str, defaults: Mapping[str, Any]) -> bool:
 @lru_cache(maxsize=256)
 def _translated(rule: Rule, inner: _Inner) -> Rule:
     """``rule`` reading its options from a group of GaLore's."""
-    return replace(rule, options=inner.group)
+    return replace(rule, translate=inner.group)

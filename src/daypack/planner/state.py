@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from daypack.formats.base import CHUNK_ELEMENTS
+from daypack.geometry import CHUNK_ELEMENTS
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.groups import param_groups
 from daypack.optim.registry import REGISTRY, create

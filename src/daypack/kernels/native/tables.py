@@ -15,8 +15,13 @@ from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.formats.line_mean import LineMean
-from daypack.rules import ADAFACTOR, ADAM, ADAMW, LAMB, LION, SGD
-from daypack.update import ParamPlan, Rule, Update
+from daypack.param import ParamPlan, ParamStep
+from daypack.rules.adafactor import ADAFACTOR
+from daypack.rules.adamw import ADAM, ADAMW
+from daypack.rules.base import Rule
+from daypack.rules.lamb import LAMB
+from daypack.rules.lion import LION
+from daypack.rules.sgd import SGD
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Scales of larger blocks are left to the reference: a block's fresh moments wait in a buffer of fixed size.
@@ -57,11 +62,10 @@ FIELDS = {
 BLOCK_SIZE = "exp_avg_sq_block_size"
 
 
-def block_size(update: Update) -> int:
+def block_size(item: ParamStep) -> int:
     """Elements per scale of coded moments; 1 where none is coded."""
-    forms = (update.plan.exp_avg, update.plan.exp_avg_sq)
-    sizes = [form.block_size for form in forms if isinstance(form, BlockQuantized)]
-    return max(1, min(sizes[0], update.view.cols)) if sizes else 1
+    sizes = [form.block_size for _, form in item.plan.kept if isinstance(form, BlockQuantized)]
+    return max(1, min(sizes[0], item.view.cols)) if sizes else 1
 
 
 def v_kind(form: StateFormat | None) -> int:
@@ -70,11 +74,11 @@ def v_kind(form: StateFormat | None) -> int:
     return FACTORED if isinstance(form, Factored) else BLOCKS if isinstance(form, BlockMean) else 0
 
 
-def v_block_size(update: Update) -> int:
+def v_block_size(item: ParamStep) -> int:
     """Columns per block mean; 0 where there are none."""
-    if not isinstance(update.plan.exp_avg_sq, BlockMean):
+    if not isinstance(item.plan.format_of("exp_avg_sq"), BlockMean):
         return 0
-    return int(update.state.get(BLOCK_SIZE, 0)) or default_block_size(update.view.cols)
+    return int(item.state.get(BLOCK_SIZE, 0)) or default_block_size(item.view.cols)
 
 
 def options_of(whole: Any, translated: Rule, projected: bool) -> tuple[float, ...]:
@@ -84,11 +88,12 @@ def options_of(whole: Any, translated: Rule, projected: bool) -> tuple[float, ..
         projected: for a stand-in, which does not decay itself.
     """
     group, rule = translated.read(whole), translated.plain
-    numbers = {name: group.get(name, 0.0) for name in _OPTIONS}
+    # Other keys of a group are the user's own, whatever they are called.
+    numbers = {name: group[name] if name in rule.options else 0.0 for name in _OPTIONS}
     numbers.update(sign=-1.0 if group["maximize"] else 1.0, rule=_RULES[rule])
     if projected:
-        numbers.update(weight_decay=0.0, whole_decay=whole["weight_decay"])
-    if "betas" in group:
+        numbers.update(weight_decay=0.0, whole_decay=whole["weight_decay"], scale=whole["scale"])
+    if "betas" in rule.options:
         numbers["beta1"], numbers["beta2"] = group["betas"]
     if rule == SGD:
         numbers["beta1"] = group["momentum"]
@@ -101,7 +106,7 @@ def options_of(whole: Any, translated: Rule, projected: bool) -> tuple[float, ..
 
 @lru_cache(maxsize=4096)
 def refusal_of_formats(plan: ParamPlan) -> str | None:
-    m, v, rule = plan.exp_avg, plan.exp_avg_sq, plan.rule.plain
+    m, v, rule = plan.format_of("exp_avg"), plan.format_of("exp_avg_sq"), plan.rule.plain
     if rule not in _RULES or not {type(m), type(v)} <= _FORMATS:  # not what was derived from them either
         return f"no native kernel for the rule {rule.name}"
     if rule in (SGD, LION):

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from daypack.calibration import codebook
 from daypack.calibration.blocks import candidates
-from daypack.formats.base import Geometry
-from daypack.kernels import native
-from daypack.kernels.native import address, is_plain, loaded
-from daypack.kernels.tables import TYPES
+from daypack.geometry import Geometry
+from daypack.kernels.native.library import address, is_plain, loaded
+from daypack.kernels.native.tables import TYPES
 
 
 def reads(grad: Tensor) -> bool:
-    """Whether the calibration functions below can take ``grad``."""
-    return native.library() is not None and grad.dtype in TYPES and grad.layout == torch.strided and is_plain(grad)
+    """Whether `histogram` and `block_scores` can take ``grad``."""
+    return grad.dtype in TYPES and grad.layout == torch.strided and is_plain(grad)
 
 
-def add_histogram(counts: Tensor, grad: Tensor, view: Geometry, block_size: int) -> None:
-    """Add `daypack.calibration.codebook.histogram` to ``counts``; the same numbers."""
+def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
+    """`daypack.calibration.codebook.histogram`; the same numbers."""
+    counts = torch.zeros(codebook.BINS, dtype=torch.int64, device="cpu")
     sizes = (view.matrices * view.rows, view.cols, max(1, min(block_size, view.cols)))
     loaded().daypack_histogram(
         ctypes.c_void_p(grad.data_ptr()),
@@ -31,6 +31,7 @@ def add_histogram(counts: Tensor, grad: Tensor, view: Geometry, block_size: int)
         torch.get_num_threads(),
         ctypes.c_void_p(counts.data_ptr()),
     )
+    return counts
 
 
 def block_scores(grad: Tensor, view: Geometry) -> list[float]:
