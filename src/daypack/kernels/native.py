@@ -25,6 +25,7 @@ from daypack.calibration import codebook, maps
 from daypack.formats.base import StateFormat
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.line_mean import LineMean, group_count
+from daypack.kernels.agreement import differences, parse
 from daypack.kernels.layouts import Layouts, Places
 from daypack.kernels.tables import (
     BLOCK_SIZE,
@@ -32,11 +33,13 @@ from daypack.kernels.tables import (
     COLS,
     FACTORED,
     FIELDS,
+    NO_MEMORY,
     OPTIONS,
     PARAM,
     ROWS,
     TYPES,
     block_size,
+    layout,
     options_of,
     refusal_of_formats,
     v_block_size,
@@ -44,10 +47,7 @@ from daypack.kernels.tables import (
 )
 from daypack.update import Update
 
-INTERFACE = 5
-#: What a step returns that found no memory.
-NO_MEMORY = -2
-
+INTERFACE = 6
 
 _gradient = attrgetter("grad")
 
@@ -59,9 +59,8 @@ def library() -> ctypes.CDLL | None:
     path = os.environ.get("DAYPACK_NATIVE", beside)  # another build of it: `make sanitize`
     try:
         found = ctypes.CDLL(str(path))
-        if found.daypack_interface() != INTERFACE or found.daypack_param_bytes() != PARAM.itemsize:
-            raise OSError("it was built from other sources; install the package again")
-    except OSError as error:
+        _require_agreement(found)
+    except (OSError, AttributeError) as error:
         logging.getLogger("daypack").warning("no native kernels (%s): CPU steps run in torch, which is slower", error)
         return None
     found.daypack_cpu.restype = ctypes.c_char_p
@@ -69,6 +68,17 @@ def library() -> ctypes.CDLL | None:
         getattr(found, "daypack_" + name).restype = ctypes.c_int64
     found.daypack_borrow_threads(_openmp())
     return found
+
+
+def _require_agreement(found: ctypes.CDLL) -> None:
+    """OSError if a library was built for other functions, structs or numbers; it names the first that differs."""
+    built, remedy = found.daypack_interface(), "it was built from other sources; install the package again"
+    if built != INTERFACE:
+        raise OSError(f"interface {built} where {INTERFACE} is wanted: {remedy}")
+    found.daypack_layout.restype = ctypes.c_char_p
+    if different := differences(parse(found.daypack_layout().decode()), layout()):
+        more = f", and {len(different) - 1} more" if len(different) > 1 else ""
+        raise OSError(f"{different[0]}{more}: {remedy}")
 
 
 def _openmp() -> ctypes.c_void_p | None:
