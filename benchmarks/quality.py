@@ -24,20 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from daypack.update import Elements, Hyper, Norms, ParamPlan, Rule
 from torch import Tensor
 
 import daypack
 from daypack import rules
-from daypack.formats.base import ComponentSpec, Geometry
+from daypack.formats.base import ComponentSpec
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
+from daypack.geometry import Geometry
 from daypack.optim import registry
 from daypack.training.config import TrainConfig
 from daypack.training.loop import run
 from daypack.training.text import TextTask
-from daypack.update import Elements, Hyper, Norms, ParamPlan, Rule
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 BASELINE = "adamw"

@@ -6,7 +6,7 @@ import torch
 
 from daypack.calibration import codebook
 from daypack.formats import base
-from daypack.formats.base import geometry
+from daypack.geometry import geometry
 
 
 @pytest.mark.parametrize("shape", [(7, 300), (3, 5), (4, 96, 80), (1, 2000)])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from daypack.calibration import codebook
 from daypack.calibration.codebook import GRID
 from daypack.formats import base
-from daypack.formats.base import chunks, geometry
 from daypack.formats.block_quantized import (
     DITHER_INDEX,
     DITHER_STEP,
@@ -19,6 +18,7 @@ from daypack.formats.block_quantized import (
     dither,
     round_up_to_bfloat16,
 )
+from daypack.geometry import chunks, geometry
 
 EVERYTHING = (slice(None),) * 3
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daypack.formats import base
-from daypack.formats.base import chunks, geometry, read, write_
+from daypack.geometry import chunks, geometry, read, write_
 
 SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=5).map(tuple)
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from daypack.formats import base
-from daypack.formats.base import chunks, geometry
 from daypack.formats.line_mean import LineMean, group_count
+from daypack.geometry import chunks, geometry
 
 
 def allocate(form, view, dtype):

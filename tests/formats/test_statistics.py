@@ -5,9 +5,9 @@ import torch
 
 from daypack.calibration import blocks
 from daypack.formats import base
-from daypack.formats.base import chunks, geometry
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.factored import Factored
+from daypack.geometry import chunks, geometry
 
 EVERYTHING = (slice(None),) * 3
 

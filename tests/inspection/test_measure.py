@@ -12,7 +12,7 @@ import torch
 
 import daypack
 from daypack.checkpoint import save_file
-from daypack.formats.base import geometry
+from daypack.geometry import geometry
 from daypack.inspection.codes import expected_errors
 
 from ..conformance.scene import (

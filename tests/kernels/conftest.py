@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from daypack.calibration import codebook
-from daypack.kernels import learning, native
+from daypack.kernels.native import calibration as learning
+from daypack.kernels.native import library as native
 
 
 @pytest.fixture(autouse=True)

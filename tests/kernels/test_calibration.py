@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from daypack.calibration import blocks, codebook
-from daypack.formats.base import geometry
-from daypack.kernels import learning
+from daypack.geometry import geometry
+from daypack.kernels.native import calibration as learning
 
 from ..conformance.scene import noise, structured
 from .pairs import TYPES, cpu, needs_native

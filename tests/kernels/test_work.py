@@ -16,8 +16,8 @@ import daypack
 from daypack import kernels
 from daypack.calibration import codebook
 from daypack.formats.block_quantized import BlockQuantized
-from daypack.kernels import native
-from daypack.update import ParamPlan
+from daypack.kernels.native import library as native
+from daypack.param import ParamPlan
 
 from ..conformance.scene import Params, assert_same, gradient, noise, state_of, values
 from .pairs import CELLS, SHAPES, cpu, create, needs_native, parameters, set_gradient

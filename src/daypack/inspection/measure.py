@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack.checkpoint.snapshot import Snapshot
+from daypack.formats.base import Codes
 from daypack.formats.dense import Dense
 from daypack.inspection import codes, motion
 from daypack.inspection.forms import Form, forms
@@ -148,7 +149,7 @@ def _plain_norm(form: Form, moment: str, norm: float) -> float:
     return survey(form.numbers(moment), False, False).norm
 
 
-def _with_codes(result: MomentStats, stored: codes.Codes, norm: float, picture: Picture | None) -> MomentStats:
+def _with_codes(result: MomentStats, stored: Codes, norm: float, picture: Picture | None) -> MomentStats:
     found = codes.code_stats(stored)
     if picture is not None:
         shown = found.scales if found.scales.numel() > 1 else None

@@ -1,20 +1,20 @@
 """The contract between a step and the backends that do its arithmetic.
 
-A backend takes parameters in a `Batch`, one for all that it steps. A step asks every batch to observe before any of them
-changes anything, and to check before any of them applies:
+A backend takes parameters in a `Batch`, one for all that it steps. A step asks every batch to observe before any of
+them changes anything, and to check before any of them applies:
 
     refresh -> observe -> [flags and shared statistics, added up over ranks] -> check -> measure -> [added up] -> apply
 
-or, where nothing is decided between the passes, ``refresh -> step``. `attach` follows whenever state was created or laid
-out anew. `observe` returns numbers to the host, which decides with them what is stepped; `measure` returns tensors where
-the parameter is. Nothing else may wait for a device. What a batch computes is what `daypack.kernels.reference` does, but
-for the order in which fp32 numbers are added.
+or, where nothing is decided between the passes, ``refresh -> step``. `attach` follows whenever state was created or
+laid out anew. `observe` returns numbers to the host, which decides with them what is stepped; `measure` returns tensors
+where the parameter is. Nothing else may wait for a device. What a batch computes is what `daypack.kernels.reference`
+does, but for the order in which fp32 numbers are added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,9 @@ AddUp: TypeAlias = Callable[[dict[int, Tensor]], dict[int, Tensor]]
 class Batch(Protocol):
     """Parameters that one backend steps together, kept from step to step."""
 
-    items: Sequence[ParamStep]
+    @property
+    def items(self) -> Sequence[ParamStep]:
+        """Its parameters, in the order of masks and indices."""
 
     def refresh(self) -> bool:
         """Take in this step's gradients; False if tensors or their layouts have changed: then build another batch."""
@@ -76,8 +78,11 @@ class Backend(Protocol):
         fused: whether ``fused=True`` may choose it, and ``fused=False`` must not.
     """
 
-    name: str
-    fused: bool
+    name: ClassVar[str]
+    fused: ClassVar[bool]
+
+    def about(self) -> str | None:
+        """What it runs on here, such as an instruction set; None if it cannot run here."""
 
     def refusal(self, item: ParamStep) -> str | None:
         """Why it cannot step a parameter, in words that follow "but"; None if it can."""

@@ -19,6 +19,13 @@ from daypack.param import ParamStep
 #: In order of preference; the last one takes everything.
 BACKENDS: tuple[Backend, ...] = (Native(), Reference())
 
+
+def available() -> dict[str, str]:
+    """The backends that can run here, in order of preference, and what each runs on."""
+    found = {backend.name: backend.about() for backend in BACKENDS}
+    return {name: about for name, about in found.items() if about is not None}
+
+
 _forced: ContextVar[str | None] = ContextVar("daypack_backend", default=None)
 
 

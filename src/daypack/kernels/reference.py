@@ -1,13 +1,14 @@
 """The torch reference: what every backend must equal. Works on any device, dtype, shape, stride, rule and format.
 
-It touches one chunk of a parameter at a time, so a step's temporary memory does not grow with the model. Only rules that
-need whole matrices (`daypack.rules.base.Rule.whole`) hold one of them.
+It touches one chunk of a parameter at a time, so a step's temporary memory does not grow with the model. Only rules
+that need whole matrices (`daypack.rules.base.Rule.whole`) hold one parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import lcm, prod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -271,7 +272,11 @@ def _numbers(totals: list[Tensor]) -> NDArray[np.float64]:
 class Reference:
     """The backend that takes everything."""
 
-    name, fused = "reference", False
+    name: ClassVar[str] = "reference"
+    fused: ClassVar[bool] = False
+
+    def about(self) -> str | None:
+        return f"torch {torch.__version__}"
 
     def refusal(self, item: ParamStep) -> str | None:
         return None

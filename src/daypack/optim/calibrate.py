@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from daypack import sharding
+from daypack.calibration.tools import Tools
 from daypack.formats.base import State, StateFormat
 from daypack.kernels import dispatch
 from daypack.param import ParamPlan, ParamStep
@@ -99,9 +100,10 @@ def sum_of(parts: Iterable[Tensor]) -> Tensor:
     return first
 
 
-def _tools(item: ParamStep) -> dispatch.Tools:
+def _tools(item: ParamStep) -> Tools:
     return dispatch.tools(item.grad, item.group["fused"])
 
 
 def _teach(pupils: list[Pupil], found: Tensor) -> bool:
-    return any([form.calibrate_(item.state, name, item.view, found) for item, name, form in pupils])
+    again = [form.calibrate_(item.state, name, item.view, found) for item, name, form in pupils]
+    return any(again)

@@ -96,10 +96,9 @@ class Exchange:
             has_grad, _, nonzero, together[k] = sums[i][:_FLAGS].tolist()
             present[k] = has_grad > 0
             item.zero = not nonzero if unsure(item) else None
-            for own, together_ in zip(
-                shared[k], sums[i][_FLAGS:].split([part.numel() for part in shared[k]]), strict=True
-            ):
-                own.copy_(together_)
+            parts = torch.split(sums[i][_FLAGS:], [part.numel() for part in shared[k]])
+            for own, whole in zip(shared[k], parts, strict=True):
+                own.copy_(whole)
         return together, present
 
     def second(self, squares: dict[int, Tensor], items: Sequence[ParamStep]) -> dict[int, Tensor]:

@@ -186,8 +186,8 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
     rule, cls = optimizer.rule_name(group), type(optimizer).__name__
     if group["rule"] not in (None, rule):
         raise ValueError(
-            f"the state of parameter {name} was saved under the rule {group['rule']!r}, {cls} steps by {rule!r}; load it "
-            "into the optimizer that saved it"
+            f"the state of parameter {name} was saved under the rule {group['rule']!r}, {cls} steps by {rule!r}; load "
+            "it into the optimizer that saved it"
         )
     specs = {"step": STEP, **specs_of(param, plan)}
     here = {key: sharding.to_local(value) if isinstance(value, Tensor) else value for key, value in entry.items()}

@@ -203,8 +203,8 @@ class Rule:
         whole: for rules that need whole matrices: makes the update ``[rows, cols]`` of the direction of all of it.
         steady: the gradient that leaves the moments as they are, for telling updates from stored moments; None: the
             first moment itself.
-        translate: makes of a group the options that ``hyper`` reads, where the group is another optimizer's; None: those
-            of the group itself.
+        translate: makes of a group the options that ``hyper`` reads, where the group is another optimizer's; None:
+            those of the group itself.
     """
 
     name: str

@@ -8,7 +8,7 @@ import numpy
 import torch
 
 import daypack
-from daypack.kernels import native
+from daypack.kernels import available
 
 
 def versions(threads: int | None = None) -> dict[str, str]:
@@ -25,7 +25,7 @@ def versions(threads: int | None = None) -> dict[str, str]:
         "numpy": numpy.__version__,
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "processor": _processor(),
-        "kernels": native.cpu() if native.library() else "torch",
+        "kernels": next(iter(available().values())),
         "accelerator": accelerator,
         "threads": str(threads or torch.get_num_threads()),
     }

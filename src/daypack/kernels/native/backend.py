@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from daypack.calibration.tools import REFERENCE, Tools
 from daypack.kernels.native import calibration
 from daypack.kernels.native.batch import Batch
-from daypack.kernels.native.library import is_plain, library
+from daypack.kernels.native.library import cpu, is_plain, library
 from daypack.kernels.native.tables import TYPES, refusal_of_formats
 from daypack.param import ParamStep
 
@@ -15,7 +17,11 @@ from daypack.param import ParamStep
 class Native:
     """See `daypack.kernels.backend.Backend`."""
 
-    name, fused = "native", True
+    name: ClassVar[str] = "native"
+    fused: ClassVar[bool] = True
+
+    def about(self) -> str | None:
+        return None if library() is None else cpu()
 
     def refusal(self, item: ParamStep) -> str | None:
         p = item.param

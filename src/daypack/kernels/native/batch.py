@@ -26,6 +26,7 @@ from daypack.kernels.native.tables import (
     COLS,
     FACTORED,
     FIELDS,
+    NO_MEMORY,
     OPTIONS,
     PARAM,
     ROWS,
@@ -37,9 +38,6 @@ from daypack.kernels.native.tables import (
 )
 from daypack.kernels.reference import note_zeros, refresh_basis
 from daypack.param import ParamStep
-
-#: What a step returns that found no memory.
-NO_MEMORY = -2
 
 _gradient = attrgetter("grad")
 

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daypack.calibration import maps
-from daypack.kernels.native.tables import PARAM
+from daypack.kernels.native.agreement import differences, parse
+from daypack.kernels.native.tables import description
 
-INTERFACE = 5
+INTERFACE = 6
 
 
 @lru_cache(maxsize=1)
@@ -31,9 +32,8 @@ def library() -> ctypes.CDLL | None:
     path = os.environ.get("DAYPACK_NATIVE", beside)  # another build of it: `make sanitize`
     try:
         found = ctypes.CDLL(str(path))
-        if found.daypack_interface() != INTERFACE or found.daypack_param_bytes() != PARAM.itemsize:
-            raise OSError("it was built from other sources; install the package again")
-    except OSError as error:
+        _require_agreement(found)
+    except (OSError, AttributeError) as error:
         logging.getLogger("daypack").warning("no native kernels (%s): CPU steps run in torch, which is slower", error)
         return None
     found.daypack_cpu.restype = ctypes.c_char_p
@@ -41,6 +41,17 @@ def library() -> ctypes.CDLL | None:
         getattr(found, "daypack_" + name).restype = ctypes.c_int64
     found.daypack_borrow_threads(_openmp())
     return found
+
+
+def _require_agreement(found: ctypes.CDLL) -> None:
+    """OSError if a library was built for other functions, structs or numbers; it names the first that differs."""
+    built, remedy = found.daypack_interface(), "it was built from other sources; install the package again"
+    if built != INTERFACE:
+        raise OSError(f"interface {built} where {INTERFACE} is wanted: {remedy}")
+    found.daypack_layout.restype = ctypes.c_char_p
+    if different := differences(parse(found.daypack_layout().decode()), description()):
+        more = f", and {len(different) - 1} more" if len(different) > 1 else ""
+        raise OSError(f"{different[0]}{more}: {remedy}")
 
 
 def _openmp() -> ctypes.c_void_p | None:

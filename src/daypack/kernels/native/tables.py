@@ -15,6 +15,7 @@ from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
 from daypack.formats.line_mean import LineMean
+from daypack.kernels.native.agreement import Description, fields
 from daypack.param import ParamPlan, ParamStep
 from daypack.rules.adafactor import ADAFACTOR
 from daypack.rules.adamw import ADAM, ADAMW
@@ -26,6 +27,8 @@ from daypack.rules.sgd import SGD
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Scales of larger blocks are left to the reference: a block's fresh moments wait in a buffer of fixed size.
 LARGEST_BLOCK = 4096
+#: What a step returns that found no memory.
+NO_MEMORY = -2
 
 _POINTERS = ["param", "grad", "step", "codes", "scale", "codebook", "map", "exp_avg", "exp_avg_sq"]
 _POINTERS += ["v_codes", "v_scale", "v_map", "row", "col", "block", "owners", "sizes", "sums", "squares"]
@@ -121,3 +124,16 @@ def refusal_of_formats(plan: ParamPlan) -> str | None:
     if any(form.codebook == "learned" and (form.rounding != "dithered" or form is v) for form in coded):
         return "no native kernel for learned codes of second moments or without dither"
     return None
+
+
+def description() -> Description:
+    """What is laid out and numbered here, for comparison with what the library was built with."""
+    types = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
+    numbers = {
+        "DaypackType": {types[dtype]: number for dtype, number in TYPES.items()},
+        "DaypackSecondMoment": {"OWN": 0, "FACTORED": FACTORED, "BLOCKS": BLOCKS, "ROWS": ROWS, "COLS": COLS},
+        "DaypackRule": {rule.name.upper(): number for rule, number in _RULES.items()},
+        "DaypackLimit": {"LARGEST_BLOCK": LARGEST_BLOCK, "NO_MEMORY": NO_MEMORY},
+    }
+    written = {owner: {name: str(number) for name, number in each.items()} for owner, each in numbers.items()}
+    return {"DaypackParam": fields(PARAM), "DaypackOptions": fields(OPTIONS), **written}

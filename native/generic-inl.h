@@ -1,5 +1,6 @@
-// The loops of statistics and codecs over one block or one row, in plain C++ that compilers vectorise. Included once per instruction set, inside a
-// namespace of its own (see numbers.h). Sums go through LANES partial sums, so their order does not depend on the compiler.
+// The loops of statistics and codecs over one block or one row, in plain C++ that compilers vectorise. Included once per
+// instruction set, inside a namespace of its own (see numbers-inl.h). Sums go through LANES partial sums, so their order
+// does not depend on the compiler.
 
 namespace generic {
 

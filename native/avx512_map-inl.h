@@ -1,5 +1,5 @@
-// Fixed maps in AVX-512: any 256 levels, by permutes of bytes. Included inside namespace avx512, after avx512.h, whose search
-// tree it uses; generic.h defines what is computed.
+// Fixed maps in AVX-512: any 256 levels, by permutes of bytes. Included inside namespace avx512, after avx512-inl.h, whose
+// search tree it uses; generic-inl.h defines what is computed.
 
 // 64 fp32 numbers of a table in four planes of bytes, for indices in the order that `unpacking` gives.
 static inline void look_up(const __m512i planes[4], __m512 out[4]) {

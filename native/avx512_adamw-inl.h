@@ -1,5 +1,5 @@
 // AdamW with learned codes in AVX-512: decoding, rule and scale without leaving the registers. Included inside namespace
-// avx512, after runs.h.
+// avx512, after runs-inl.h.
 
 // The numbers of a step in the form that the loop wants: the learning rate divides the denominator instead of multiplying
 // the direction, which saves an instruction.

@@ -1,6 +1,7 @@
 // One block of a matrix product in fp32, computed as libraries for it do: pieces of both factors are copied, widened, to
 // where the second-level cache holds them, and a strip of rows by a panel of columns is added up in registers. Sums run
-// over the depth in order, so a block depends on nothing but its place. Included once per instruction set, after tiles.h.
+// over the depth in order, so a block depends on nothing but its place. Included once per instruction set, after
+// tiles-inl.h.
 
 #if defined(__AVX512F__)
 constexpr int LANES_OF_VECTOR = 16, STRIP = 12;

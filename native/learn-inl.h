@@ -1,4 +1,4 @@
-// The loops of calibration. Included once per instruction set, inside a namespace of its own, after numbers.h.
+// The loops of calibration. Included once per instruction set, inside a namespace of its own, after numbers-inl.h.
 
 namespace learn {
 

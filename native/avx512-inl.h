@@ -1,5 +1,5 @@
 // The same loops in AVX-512 (with BW, VBMI and VBMI2): the codec stays in vector registers, where a table of 256 entries
-// would need gathers. Included inside namespace avx512, after generic.h, which defines what is computed here.
+// would need gathers. Included inside namespace avx512, after generic-inl.h, which defines what is computed here.
 
 using Mask = __mmask16;
 
