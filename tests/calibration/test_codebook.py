@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from daypack import geometry as views
 from daypack.calibration import codebook
-from daypack.formats import base
 from daypack.geometry import geometry
 
 
@@ -13,7 +13,7 @@ from daypack.geometry import geometry
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("limit", [256, 1 << 19])
 def test_histogram_counts_every_nonzero_element_once(shape, dtype, limit, monkeypatch):
-    monkeypatch.setattr(base, "CHUNK_ELEMENTS", limit)
+    monkeypatch.setattr(views, "CHUNK_ELEMENTS", limit)
     torch.manual_seed(0)
     grad = torch.randn(shape).to(dtype)
     grad.view(-1)[::3] = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from daypack.calibration import codebook
+from daypack.calibration import tools
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,7 +19,7 @@ def remembered_codebooks() -> Iterator[None]:
     The dynamic programme takes most of a first step here. A result is handed out as a copy, and equal histograms are
     the only ones that share it, so no scenario sees a difference.
     """
-    original: Callable[..., Any] = codebook.optimal_levels
+    original: Callable[..., Any] = tools.REFERENCE.optimal_levels
     known: dict[tuple[bytes, int], Any] = {}
 
     def remembered(weights: Any, levels: int) -> Any:
@@ -28,5 +29,5 @@ def remembered_codebooks() -> Iterator[None]:
         return known[key].copy()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codebook, "optimal_levels", remembered)
+        patch.setattr(tools, "REFERENCE", replace(tools.REFERENCE, optimal_levels=remembered))
         yield

@@ -90,7 +90,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_a_library_for_other_structs_is_not_used(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "layout", lambda: changed("DaypackParam", rank="i8@8"))
+    monkeypatch.setattr(native, "description", lambda: changed("DaypackParam", rank="i8@8"))
     assert native.library() is None
     assert len(log) == 1
     assert f"DaypackParam.rank is {RANK} in the library and i8@8 in Python: it was built from other sources" in log[0]

@@ -276,7 +276,7 @@ class Reference:
     fused: ClassVar[bool] = False
 
     def about(self) -> str | None:
-        return f"torch {torch.__version__}"
+        return "torch"
 
     def refusal(self, item: ParamStep) -> str | None:
         return None

@@ -10,6 +10,8 @@ from daypack.optim.options import check_initialized, number
 
 #: Last parts of names that mark vectors-in-disguise: state-space models' decay rates and time steps.
 _NEVER_DECAYED = ("A_log", "dt_bias")
+#: Names of linear layers that are output heads where a model does not say which is.
+_HEADS = ("lm_head", "head", "classifier", "output", "score", "embed_out")
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -39,7 +41,7 @@ class ParamGroups(list[dict[str, Any]]):
         return "\n".join(lines)
 
 
-def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
+def param_groups(model: nn.Module, weight_decay: float = 1e-2, heads: bool = False) -> ParamGroups:
     """Split the trainable parameters of ``model`` into groups of named parameters, in the order of the model.
 
     Decayed: parameters of two and more dims. Not decayed: vectors and scalars (biases, gains), every parameter of a
@@ -48,9 +50,13 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
 
     Args:
         weight_decay: decay of the decayed groups, >= 0; the others get 0.
+        heads: also give output heads groups of their own, marked ``head=True`` (`daypack.Muon` leaves these to the
+            optimizer beside it). A head is what ``model.get_output_embeddings()`` says, else each linear layer called
+            ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``. One that is tied to an
+            embedding is an embedding.
 
     Returns:
-        Non-empty groups only, each with ``params``, ``weight_decay`` and ``embedding``.
+        Non-empty groups only, each with ``params``, ``weight_decay``, ``embedding`` and, where asked for, ``head``.
 
     Raises:
         ValueError: ``model`` is no module, ``weight_decay`` is negative or no number, or nothing can be trained.
@@ -63,7 +69,8 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
     if number(weight_decay, "weight_decay", "param_groups") < 0:
         raise ValueError(f"weight_decay of param_groups must not be negative, got {weight_decay!r}")
     check_initialized(model.named_parameters())
-    members: dict[tuple[bool, bool], list[tuple[str, Tensor]]] = {}
+    of_head = _heads(model) if heads else set()
+    members: dict[tuple[bool, bool, bool], list[tuple[str, Tensor]]] = {}
     reasons: dict[str, str] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -74,14 +81,25 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
             name = f"{prefix}.{key}" if prefix else key
             decayed, reasons[name] = _decay(module, key, p)
             embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            members.setdefault((decayed, embedding), []).append((name, p))
+            head = module in of_head and not embedding
+            members.setdefault((decayed, embedding, head), []).append((name, p))
     if not members:
         raise ValueError(f"{type(model).__name__} has no trainable parameter; set requires_grad before building groups")
     groups = [
         {"params": params, "weight_decay": weight_decay if decayed else 0.0, "embedding": embedding}
-        for (decayed, embedding), params in members.items()
+        | ({"head": head} if heads else {})
+        for (decayed, embedding, head), params in members.items()
     ]
     return ParamGroups(groups, reasons, model)
+
+
+def _heads(model: nn.Module) -> set[nn.Module]:
+    """The modules that turn hidden states into outputs."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(output, nn.Module):
+        return {output}
+    named = ((name.rpartition(".")[2], module) for name, module in model.named_modules())
+    return {module for name, module in named if name in _HEADS and isinstance(module, nn.Linear)}
 
 
 def _decay(module: nn.Module, key: str, p: Tensor) -> tuple[bool, str]:
