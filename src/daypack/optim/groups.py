@@ -41,7 +41,7 @@ class ParamGroups(list[dict[str, Any]]):
         return "\n".join(lines)
 
 
-def param_groups(model: nn.Module, weight_decay: float = 1e-2, heads: bool = False) -> ParamGroups:
+def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
     """Split the trainable parameters of ``model`` into groups of named parameters, in the order of the model.
 
     Decayed: parameters of two and more dims. Not decayed: vectors and scalars (biases, gains), every parameter of a
@@ -50,13 +50,9 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2, heads: bool = Fal
 
     Args:
         weight_decay: decay of the decayed groups, >= 0; the others get 0.
-        heads: also give output heads groups of their own, marked ``head=True`` (`daypack.Muon` leaves these to the
-            optimizer beside it). A head is what ``model.get_output_embeddings()`` says, else each linear layer called
-            ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``. One that is tied to an
-            embedding is an embedding.
 
     Returns:
-        Non-empty groups only, each with ``params``, ``weight_decay``, ``embedding`` and, where asked for, ``head``.
+        Non-empty groups only, each with ``params``, ``weight_decay`` and ``embedding``.
 
     Raises:
         ValueError: ``model`` is no module, ``weight_decay`` is negative or no number, or nothing can be trained.
@@ -69,8 +65,7 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2, heads: bool = Fal
     if number(weight_decay, "weight_decay", "param_groups") < 0:
         raise ValueError(f"weight_decay of param_groups must not be negative, got {weight_decay!r}")
     check_initialized(model.named_parameters())
-    of_head = _heads(model) if heads else set()
-    members: dict[tuple[bool, bool, bool], list[tuple[str, Tensor]]] = {}
+    members: dict[tuple[bool, bool], list[tuple[str, Tensor]]] = {}
     reasons: dict[str, str] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -81,25 +76,26 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2, heads: bool = Fal
             name = f"{prefix}.{key}" if prefix else key
             decayed, reasons[name] = _decay(module, key, p)
             embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            head = module in of_head and not embedding
-            members.setdefault((decayed, embedding, head), []).append((name, p))
+            members.setdefault((decayed, embedding), []).append((name, p))
     if not members:
         raise ValueError(f"{type(model).__name__} has no trainable parameter; set requires_grad before building groups")
     groups = [
         {"params": params, "weight_decay": weight_decay if decayed else 0.0, "embedding": embedding}
-        | ({"head": head} if heads else {})
-        for (decayed, embedding, head), params in members.items()
+        for (decayed, embedding), params in members.items()
     ]
     return ParamGroups(groups, reasons, model)
 
 
-def _heads(model: nn.Module) -> set[nn.Module]:
-    """The modules that turn hidden states into outputs."""
+def head_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the weights that turn hidden states into outputs: those that ``model.get_output_embeddings()`` returns,
+    else of linear layers called ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(output, nn.Module):
-        return {output}
-    named = ((name.rpartition(".")[2], module) for name, module in model.named_modules())
-    return {module for name, module in named if name in _HEADS and isinstance(module, nn.Linear)}
+    names = []
+    for name, module in model.named_modules():
+        known = isinstance(module, nn.Linear) and name.rpartition(".")[2] in _HEADS
+        if module is output if isinstance(output, nn.Module) else known:
+            names += [f"{name}.{key}" if name else key for key, _ in module.named_parameters()]
+    return tuple(names)
 
 
 def _decay(module: nn.Module, key: str, p: Tensor) -> tuple[bool, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.geometry import geometry
 from daypack.optim.base import CompressedOptimizer
-from daypack.optim.groups import param_groups
+from daypack.optim.groups import head_names, param_groups
 from daypack.optim.inner import Inner, inner_names
 from daypack.optim.options import (
     Group,
@@ -25,7 +26,9 @@ from daypack.optim.options import (
     check_flags,
     check_not_negative,
     check_number,
+    check_patterns,
     check_positive,
+    plain_name,
 )
 from daypack.param import ParamPlan
 from daypack.rules.muon import MUON
@@ -50,15 +53,15 @@ class Muon(CompressedOptimizer):
     ==============================================================  ==========================================
     two and more dims (a convolution as ``[d0, rest]``, stacked     Muon, with 8-bit momentum
     experts as one matrix each)
-    vector, scalar; groups marked ``embedding=True`` or             ``beside``: Gefen (1.02 bytes per parameter
-    ``head=True``, as ``daypack.param_groups(model, heads=True)``   in matrices), AdamW, or another of ours
-    marks them; groups with ``use_muon=False``
+    vector, scalar; embeddings and output heads, as far as a        ``beside``: Gefen (1.02 bytes per parameter
+    model says which they are; groups with ``embedding=True`` or    in matrices), AdamW, or another of ours
+    ``use_muon=False``; names that match ``beside_names``
     ==============================================================  ==========================================
 
     Args:
-        params: parameters, named parameters or groups, as in torch; or the model itself, for
-            ``daypack.param_groups(model, weight_decay, heads=True)``. Plain parameters do not say which of them are
-            embeddings and output heads, which Muon is not meant for: pass the model, or mark their groups.
+        params: `daypack.param_groups(model)` or the model itself, which says what embeddings and output heads are (for
+            the model itself, nothing but ``weight_decay`` decays); or parameters, named parameters or groups, as in
+            torch: these do not tell, so name what Muon is not meant for, or put it into groups of its own.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in `torch.optim.Muon`; ``eps`` is the
             least norm that momentum is divided by. ``weight_decay`` is decoupled.
         adjust_lr_fn: ``"match_rms_adamw"`` gives updates the RMS of AdamW's, so that one learning rate and decay, those
@@ -67,6 +70,8 @@ class Muon(CompressedOptimizer):
         ns_dtype: in which Newton-Schulz runs: ``"bfloat16"``, as published, or ``"float32"``; of fp64 parameters fp64.
         beside: name of the optimizer for all that is no hidden matrix.
         beside_options: its options beside lr, weight_decay and maximize, such as ``{"betas": (0.9, 0.95)}``.
+        beside_names: patterns of names of further parameters for ``beside``, such as ``("lm_head.*",)``; what a model
+            says is appended.
         use_muon: False leaves all parameters of a group to ``beside``.
         bits: 8 stores momentum as 8-bit codes into a codebook learned from first gradients, 32 in fp32.
         block_size: elements of a row that share one scale of 8-bit momentum.
@@ -91,7 +96,7 @@ class Muon(CompressedOptimizer):
     Flat partitions (ZeRO, FSDP1) have no matrices: ``beside`` steps them.
     """
 
-    structural = ("bits", "block_size", "beside", "beside_options", "use_muon")
+    structural = ("bits", "block_size", "beside", "beside_options", "beside_names", "use_muon")
     partition_caveat = "does not know the matrices of a flat partition: the optimizer beside it steps it"
 
     def __init__(
@@ -109,6 +114,7 @@ class Muon(CompressedOptimizer):
         ns_dtype: Literal["bfloat16", "float32"] = "bfloat16",
         beside: str = "gefen",
         beside_options: dict[str, Any] | None = None,
+        beside_names: Sequence[str] = (),
         use_muon: bool = True,
         bits: int = 8,
         block_size: int = 256,
@@ -120,9 +126,13 @@ class Muon(CompressedOptimizer):
         spill_dir: str | None = None,
     ) -> None:
         options = arguments(locals())
-        super().__init__(
-            param_groups(params, weight_decay, heads=True) if isinstance(params, nn.Module) else params, options
-        )
+        if isinstance(params, nn.Module):
+            params = param_groups(params, float(weight_decay))
+        model = getattr(params, "model", None)
+        if isinstance(model, nn.Module):
+            options["beside_names"] = (*beside_names, *head_names(model))
+        super().__init__(params, options)
+        check_patterns(beside_names, [plain_name(name) for _, name, _ in self._params()], "the pattern of beside_names")
 
     def check_options(self, group: Group, where: str) -> None:
         check_common(group, where)
@@ -143,12 +153,14 @@ class Muon(CompressedOptimizer):
         if (unfit := UNFIT.get(str(group["beside"]))) is not None:
             raise ValueError(f"beside={group['beside']!r} of {where} does not fit: {unfit}")
         check_choice(group, "beside", inner_names(UNFIT), where)
+        if isinstance(group["beside_names"], str) or not all(isinstance(each, str) for each in group["beside_names"]):
+            raise ValueError(f"beside_names of {where} must be a list of patterns, got {group['beside_names']!r}")
         _beside(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Momentum alone for hidden matrices; what the optimizer beside plans for all else."""
-        other = group.get("embedding") is True or group.get("head") is True or not group["use_muon"]
-        if len(shape) < 2 or other:
+        other = group.get("embedding") is True or not group["use_muon"]
+        if len(shape) < 2 or other or any(fnmatchcase(plain_name(name), each) for each in group["beside_names"]):
             return _beside(group).plan(shape, dtype, group, name)
         return _plan(tuple(shape), dtype, group["bits"], group["block_size"])
 
