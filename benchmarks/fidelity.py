@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import daypack
+from daypack.lab.config import TrainConfig
+from daypack.lab.loop import Job
 from daypack.optim.registry import REGISTRY
-from daypack.training.config import TrainConfig
-from daypack.training.loop import Job
 from quality import Ablation, register, variants
 
 SKIPPED = 20  # first steps, in which every optimizer's step is nearly the sign of the gradient

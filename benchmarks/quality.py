@@ -33,10 +33,10 @@ from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
+from daypack.lab.config import TrainConfig
+from daypack.lab.loop import run
+from daypack.lab.text import TextTask
 from daypack.optim import registry
-from daypack.training.config import TrainConfig
-from daypack.training.loop import run
-from daypack.training.text import TextTask
 from daypack.update import Elements, Hyper, Norms, ParamPlan, Rule
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"

@@ -11,8 +11,8 @@ from daypack.cli import inspect as inspect_commands
 from daypack.cli import plan as plan_command
 from daypack.cli import state as state_commands
 from daypack.cli import train as train_command
-from daypack.training import TASKS, TrainConfig
-from daypack.training.config import dtypes
+from daypack.lab import TASKS, TrainConfig
+from daypack.lab.config import dtypes
 
 app = typer.Typer(
     help="Train with compressed optimizer state, and see what it costs and saves.",

@@ -13,14 +13,14 @@ from daypack.cli import INTERRUPTED, TERMINATED, Interrupted
 from daypack.cli.lr import parse_lr
 from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import Terminated, terminated
-from daypack.reports.folder import RecordWriter, has_records, require_free, run_folder, staged, write_report
-from daypack.reports.page import Provenance
-from daypack.reports.table import comparison_table
-from daypack.reports.verdict import caveat, headline
-from daypack.training import Record, RunResult, Task, TrainConfig, compare, grid, load_task, summarise
-from daypack.training.config import with_threads
-from daypack.training.environment import versions
-from daypack.training.parallel import only_first, processes
+from daypack.lab import Record, RunResult, Task, TrainConfig, compare, grid, load_task, summarise
+from daypack.lab.config import with_threads
+from daypack.lab.environment import versions
+from daypack.lab.folder import RecordWriter, has_records, require_free, run_folder, staged, write_report
+from daypack.lab.page import Provenance
+from daypack.lab.parallel import only_first, processes
+from daypack.lab.table import comparison_table
+from daypack.lab.verdict import caveat, headline
 
 
 def command_line() -> str:

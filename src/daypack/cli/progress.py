@@ -15,8 +15,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from daypack.training.config import TrainConfig
-from daypack.training.loop import Record
+from daypack.lab.config import TrainConfig
+from daypack.lab.loop import Record
 
 
 class PipeConsole(Console):

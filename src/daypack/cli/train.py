@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from daypack.cli.compare import config_of, provenance
 from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import StopRequest
-from daypack.reports.folder import (
+from daypack.lab import Job, Record, TrainConfig, summarise
+from daypack.lab import checkpoint as checkpoints
+from daypack.lab.folder import (
     RecordWriter,
     require_free,
     require_resumable,
@@ -24,11 +26,9 @@ from daypack.reports.folder import (
     write_config,
     write_report,
 )
-from daypack.reports.table import comparison_table
-from daypack.training import Job, Record, TrainConfig, summarise
-from daypack.training import checkpoint as checkpoints
-from daypack.training.loop import finish, thread_count
-from daypack.training.parallel import only_first, processes
+from daypack.lab.loop import finish, thread_count
+from daypack.lab.parallel import only_first, processes
+from daypack.lab.table import comparison_table
 
 CHECKPOINT = "checkpoint.pt"
 OUT = Path("runs")  # the folder that new runs go below

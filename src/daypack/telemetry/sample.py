@@ -19,8 +19,8 @@ from daypack.formats.base import Chunk, Geometry, State, StateFormat, accumulato
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import Group, param_name
+from daypack.optim.size import value_bytes
 from daypack.optim.state_dict import part_of
-from daypack.planner.report import value_bytes
 from daypack.update import Elements, Norms, ParamPlan
 
 #: Elements of each parameter whose movement is measured.
