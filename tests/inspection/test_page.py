@@ -17,8 +17,7 @@ from daypack.inspection import inspect_state
 from daypack.inspection.figures import books, map_image
 from daypack.inspection.page import MAPS, render_inspection
 from tests.conformance.scene import parameters, train
-
-from .test_page import Page
+from tests.lab.test_page import Page
 
 SHAPES = {"embedding.weight": (40, 64), "a.<b>.weight": (24, 520), "conv.weight": (8, 8, 3, 3), "norm.weight": (64,)}
 

@@ -18,6 +18,7 @@ Batches come from the seed and the step number, the schedule from the step numbe
 
 import pickle
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,8 @@ def resume(checkpoint: Checkpoint, config: TrainConfig | None = None, task: Task
 def _read(path: Path) -> Any:
     """Unpickle `path` without running anything in it."""
     try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is not a zip file, which torch.save writes")
         if fault := damage(path):  # damaged numbers would train on silently
             raise ValueError(fault)
         return torch.load(path, map_location="cpu", weights_only=True)
