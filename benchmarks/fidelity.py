@@ -87,7 +87,9 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    config = TrainConfig("adamw", model=args.model, lr=4e-3, steps=args.steps, eval_every=args.steps, threads=1)
+    config = TrainConfig(
+        optimizer="adamw", model=args.model, lr=4e-3, steps=args.steps, eval_every=args.steps, threads=1
+    )
     table = measure(config)
     kinds = list(next(iter(table.values())))
     print(f"| variant | {' | '.join(kinds)} |")

@@ -31,7 +31,7 @@ from daypack.checkpoint.content import OPTIMIZER_CLASS, damage
 from daypack.lab.config import TrainConfig
 from daypack.lab.loop import Job
 from daypack.lab.parallel import gathered, scatter_, scattered
-from daypack.lab.tasks import Task, kind, load_task
+from daypack.lab.tasks import Task, load_task, task_info
 
 FORMAT = "daypack training"
 VERSION = 1
@@ -128,7 +128,7 @@ def resume(checkpoint: Checkpoint, config: TrainConfig | None = None, task: Task
     path, config = checkpoint.path, config or checkpoint.config
     task = load_task(config) if task is None else task
     if task.fingerprint != checkpoint.corpus:
-        raise ValueError(f"{path} was trained on other data than {task.source}; {kind(config.task).remedy}")
+        raise ValueError(f"{path} was trained on other data than {task.source}; {task_info(config.task).remedy}")
     job = Job(config, task)
     _load_weights(job, checkpoint)
     if checkpoint.optimizer is None:

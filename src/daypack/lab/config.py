@@ -1,20 +1,23 @@
-"""What a training run is: every choice in one frozen record that a JSON file can hold."""
+"""What a training run is: every choice in one frozen record that a JSON file can hold.
+
+`TrainConfig` is also the table of the options of `daypack compare` and `daypack train`: the command line, the checks of
+values, what a resumed run may change and the settings in the report are made from its fields.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
+import daypack
 from daypack.lab.models import model_config
+from daypack.lab.options import TRAIN, count, not_negative, one_of, option, option_of, seed_number
 from daypack.lab.parallel import KINDS
-from daypack.lab.tasks import kind
-
-#: The largest count of anything, and of threads: above that they are a slip of the keyboard.
-MOST, MOST_THREADS = 2**31 - 1, 1024
+from daypack.lab.tasks import TASKS, task_info
 
 
 def dtypes() -> dict[str, torch.dtype]:
@@ -22,73 +25,122 @@ def dtypes() -> dict[str, torch.dtype]:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One run. Configs that differ in the optimizer only train one model, from the same start, on the same batches.
 
-    Attributes:
-        optimizer: a name that `daypack.create` knows.
-        options: further keyword arguments of that optimizer, JSON values only, such as `{"second_moment": "blocks"}`.
-        lr: peak learning rate.
-        weight_decay: decay of matrices; norms and other vectors are never decayed.
-        model: size of the task's model, one of `daypack.lab.tasks.Kind.models`.
-        seed: of the initial weights and of the batches.
-        steps: optimizer steps.
-        batch: windows or images per step; a graph is always trained whole.
-        context: text only: predicted bytes per window.
-        warmup: steps of linear rise to `lr`; never more than half of `steps`.
-        final_lr: learning rate that the cosine ends on, as a fraction of `lr`.
-        clip: largest norm of the whole gradient; None for no clipping.
-        eval_every: steps between evaluations; the last step is always evaluated. None: a tenth of `steps`.
-        eval_tokens: text only: held-out bytes predicted per evaluation, the same ones each time. Others predict all.
-        device: a torch device.
-        dtype: "float32", "bfloat16" or "float64", for parameters, gradients and arithmetic.
-        threads: CPU threads, which the last bits of a result depend on; None leaves torch's setting.
-        data: text only: file or folder; None for the standard library's sources.
-        parallel: "none", or how several processes share the run: "ddp" or "fsdp2". Each takes its part of every batch.
-            Text only.
-        task: "text" (the next byte), "images" (handwritten digits) or "graph" (the factions of a club).
+    The help of each field says what it is. Fields stand in the order of the help texts and of the report's settings.
     """
 
-    optimizer: str = "gefen"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    lr: float = 3e-3
-    weight_decay: float = 0.1
-    model: str = "small"
-    seed: int = 0
-    steps: int = 400
-    batch: int = 16
-    context: int = 128
-    warmup: int = 50
-    final_lr: float = 0.0
-    clip: float | None = 1.0
-    eval_every: int | None = None
-    eval_tokens: int = 65_536
-    device: str = "cpu"
-    dtype: str = "float32"
-    threads: int | None = None
-    data: str | None = None
-    parallel: str = "none"
-    task: str = "text"
+    task: str = option(
+        "text",
+        "What is trained: text (a transformer, the next byte), images (a convolutional network, handwritten digits) or "
+        "graph (graph convolutions, the factions of a club). The last two need daypack[tasks].",
+        check=one_of([*TASKS]),
+        row=("task", lambda runs: str(runs[0].task)),
+    )
+    optimizer: str = option(
+        "gefen",
+        f"One of {', '.join(daypack.names())}.",
+        commands=(TRAIN,),
+        row=("optimizers", lambda runs: ", ".join({f"{run.label} at {run.lr:g}": None for run in runs})),
+    )
+    options: Mapping[str, Any] = option(
+        {},
+        'Further keyword arguments of the optimizer, JSON values only, such as {"second_moment": "blocks"}.',
+        commands=(),
+    )
+    lr: float = option(3e-3, "Peak learning rate.", commands=(TRAIN,), check=not_negative)
+    model: str = option(
+        "small",
+        "Size of the model. " + "; ".join(f"{name}: {', '.join(info.models)}" for name, info in TASKS.items()) + ".",
+        row=("model", lambda runs: str(runs[0].model)),
+    )
+    steps: int = option(400, "Optimizer steps.", check=count(), row=("steps", lambda runs: f"{runs[0].steps:,}"))
+    batch: int = option(
+        16,
+        "Windows or images per step; a graph is trained whole.",
+        check=count(),
+        row=("batch", lambda runs: task_info(runs[0].task).batch(runs[0])),
+    )
+    context: int = option(128, "Bytes per window (text only).", check=count())
+    warmup: int = option(
+        50,
+        "Steps of linear rise to the peak learning rate; never more than half of all steps.",
+        commands=(),
+        check=not_negative,
+        row=(
+            "schedule",
+            lambda runs: f"{runs[0].warmup_steps} steps of warm-up, then cosine to {runs[0].final_lr:g} of the peak",
+        ),
+    )
+    final_lr: float = option(
+        0.0, "Learning rate that the cosine ends on, as a fraction of the peak.", commands=(), check=not_negative
+    )
+    weight_decay: float = option(
+        0.1,
+        "Weight decay of matrices.",
+        check=not_negative,
+        row=("weight decay", lambda runs: f"{runs[0].weight_decay:g} on matrices"),
+    )
+    clip: float | None = option(
+        1.0,
+        "Largest norm of the whole gradient; None for no clipping.",
+        commands=(),
+        check=not_negative,
+        row=("gradient clipping", lambda runs: "none" if runs[0].clip is None else f"at norm {runs[0].clip:g}"),
+    )
+    eval_every: int | None = option(
+        None,
+        "Steps between evaluations on held-out data.",
+        words="a tenth of the steps",
+        check=count(),
+        may_differ=True,
+    )
+    eval_tokens: int = option(
+        65_536,
+        "Held-out bytes predicted per evaluation, the same ones each time (text only; other tasks predict all).",
+        commands=(),
+        check=count(),
+        row=("evaluation", lambda runs: task_info(runs[0].task).held_out(runs[0])),
+    )
+    seed: int = option(
+        0,
+        "Of the initial weights and the batches.",
+        commands=(TRAIN,),
+        check=seed_number,
+        row=("seeds", lambda runs: ", ".join(map(str, sorted({run.seed for run in runs})))),
+    )
+    device: str = option(
+        "cpu",
+        "Torch device, such as cpu or cuda.",
+        may_differ=True,
+        row=("device, dtype", lambda runs: f"{runs[0].device}, {runs[0].dtype}"),
+    )
+    dtype: str = option("float32", f"Of weights and arithmetic: {', '.join(dtypes())}.", check=one_of([*dtypes()]))
+    # The last bits of a result depend on it.
+    threads: int | None = option(
+        None, "CPU threads.", words="1 for small models, else torch's choice", check=count(1024), may_differ=True
+    )
+    data: str | None = option(
+        None,
+        "Text file or folder to train on (text only).",
+        words="the Python standard library's sources",
+        may_differ=True,
+    )
+    parallel: str = option(
+        "none",
+        "How the processes that torchrun started share the run: none, ddp or fsdp2 (text only).",
+        check=one_of(KINDS),
+        may_differ=True,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "context", "eval_tokens", "eval_every", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-            if value is not None and value > (MOST_THREADS if name == "threads" else MOST):
-                raise ValueError(f"{name} must be at most {MOST_THREADS if name == 'threads' else MOST}, got {value}")
-        for name in ("lr", "weight_decay", "warmup", "final_lr", "clip"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must lie in 0 .. 2**63 - 1, got {self.seed}")
-        if self.parallel not in KINDS:
-            raise ValueError(f"unknown parallel {self.parallel!r}; choose one of {', '.join(KINDS)}")
-        if self.dtype not in dtypes():
-            raise ValueError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(dtypes())}")
-        sizes = kind(self.task).models
+        for entry in fields(self):
+            value, check = getattr(self, entry.name), option_of(entry).check
+            if value is not None and check is not None:
+                check(entry.name, value)
+        sizes = task_info(self.task).models
         if self.model not in sizes:
             raise ValueError(f"unknown model {self.model!r}; choose one of {', '.join(sizes)} (task {self.task!r})")
         if self.task != "text" and self.parallel != "none":

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from daypack.lab.loop import RunResult
-from daypack.lab.tasks import kind
+from daypack.lab.tasks import task_info
 from daypack.presentation.figure import LIGHT, Theme, style
 
 
@@ -33,7 +33,7 @@ def draw(results: Sequence[RunResult], theme: Theme, *, wide: bool) -> Figure:
         _draw_losses(axes[0], label, runs, colour)
         if compared:
             _draw_gap(axes[1], label, runs, baseline, colour)
-    axes[0].set_title(f"Loss, nats per {kind(results[0].config.task).unit}")
+    axes[0].set_title(f"Loss, nats per {task_info(results[0].config.task).unit}")
     axes[0].legend(frameon=False, labelcolor=theme.text)
     if compared:
         axes[1].set_title(f"Validation loss minus {next(iter(groups))}'s")

@@ -1,15 +1,17 @@
 """The result of a comparison, or of one run, as a page of HTML."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from daypack.lab.compare import Mean, Summary, summarise
+from daypack.lab.config import TrainConfig
 from daypack.lab.curve import draw
 from daypack.lab.loop import RunResult
+from daypack.lab.options import option_of
 from daypack.lab.pareto import draw_pareto, plottable
 from daypack.lab.table import cells
-from daypack.lab.tasks import kind
+from daypack.lab.tasks import task_info
 from daypack.lab.verdict import caveat, headline, ratio, sentence
 from daypack.planner.units import show_bytes
 from daypack.presentation.figure import DARK, LIGHT
@@ -49,7 +51,7 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
         caveat=caveat(summaries),
         figures=_figures(summaries),
         baseline=summaries[0].label,
-        unit=kind(summaries[0].task).unit,
+        unit=task_info(summaries[0].task).unit,
         rows=[(*cells(summary), light, dark) for summary, light, dark in _coloured(summaries)],
         bars=_bars(summaries),
         curves=pictures(lambda theme, wide: draw(results, theme, wide=wide)),
@@ -67,7 +69,7 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
 def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
     """The three numbers at the top: title, value, explanation."""
     first, last = summaries[0], summaries[min(1, len(summaries) - 1)]
-    unit = kind(first.task).unit
+    unit = task_info(first.task).unit
     loss = "diverged" if last.loss is None else f"{last.loss.value:.3f}"
     if first is last:
         return [
@@ -145,23 +147,7 @@ def _ratio(mean: Mean) -> str:
 
 def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:
     """What all runs share, for people."""
-    config, seeds = results[0].config, sorted({result.config.seed for result in results})
-    return [
-        ("task", config.task),
-        ("optimizers", _optimizers(results)),
-        ("model", f"{config.model}, {results[0].parameters:,} parameters"),
-        ("steps", f"{config.steps:,}"),
-        ("batch", kind(config.task).batch(config)),
-        ("schedule", f"{config.warmup_steps} steps of warm-up, then cosine to {config.final_lr:g} of the peak"),
-        ("weight decay", f"{config.weight_decay:g} on matrices"),
-        ("gradient clipping", "none" if config.clip is None else f"at norm {config.clip:g}"),
-        ("evaluation", kind(config.task).held_out(config)),
-        ("seeds", ", ".join(map(str, seeds))),
-        ("device, dtype", f"{config.device}, {config.dtype}"),
-    ]
-
-
-def _optimizers(results: Sequence[RunResult]) -> str:
-    """Each optimizer with its options and peak learning rate."""
-    found = {f"{result.config.label} at {result.config.lr:g}": None for result in results}
-    return ", ".join(found)
+    configs = [result.config for result in results]
+    rows = {row[0]: row[1](configs) for entry in fields(TrainConfig) if (row := option_of(entry).row)}
+    rows["model"] += f", {results[0].parameters:,} parameters"
+    return list(rows.items())

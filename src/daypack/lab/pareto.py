@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from daypack.lab.compare import Mean, Summary
-from daypack.lab.tasks import kind
+from daypack.lab.tasks import task_info
 from daypack.presentation.figure import Theme, style
 
 #: Where the name of a point may stand beside it, the best place first: points to the right and up, and its alignment.
@@ -48,7 +48,7 @@ def draw_pareto(summaries: Sequence[Summary], theme: Theme, *, wide: bool) -> Fi
             at = [summary.bytes_per_param], [summary.loss.value]
             axes.errorbar(*at, yerr=error, color=colour, marker="o", markersize=7, capsize=4, linewidth=1.4, zorder=2)
     style(axes, theme, "bytes of state per parameter")
-    axes.set_ylabel(f"validation loss, nats per {kind(summaries[0].task).unit}", color=theme.text)
+    axes.set_ylabel(f"validation loss, nats per {task_info(summaries[0].task).unit}", color=theme.text)
     axes.margins(y=0.14)
     largest = max(summary.bytes_per_param for summary, _ in points) or 1.0
     axes.set_xlim(-0.08 * largest, 1.12 * largest)

@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 
 from daypack.lab.compare import Summary
-from daypack.lab.tasks import kind
+from daypack.lab.tasks import task_info
 
 
 def comparison_table(summaries: Sequence[Summary]) -> Table:
@@ -14,7 +14,7 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
     # 80 columns hold two optimizers with standard errors; a label wraps before a number is cut.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column(overflow="fold")
-    unit = kind(summaries[0].task).unit
+    unit = task_info(summaries[0].task).unit
     gap = f"gap to\n{summaries[0].label}"
     for title in ("lr", f"loss\nnats/{unit}", gap, "right\n%", "state\nB/param", "step\nms", "wall\ns/run"):
         table.add_column(title, justify="right", no_wrap=True)

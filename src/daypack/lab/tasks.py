@@ -48,7 +48,7 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
+class TaskInfo:
     """What is known of a task before its data is read.
 
     Attributes:
@@ -68,8 +68,8 @@ class Kind:
     remedy: str = "install the version of its package that was used then"
 
 
-TASKS: dict[str, Kind] = {
-    "text": Kind(
+TASKS: dict[str, TaskInfo] = {
+    "text": TaskInfo(
         TextTask.load,
         tuple(models.presets()),
         "byte",
@@ -77,14 +77,14 @@ TASKS: dict[str, Kind] = {
         lambda config: f"{config.eval_tokens:,} held-out bytes at most, the same ones each time",
         "give the same text with --data (the standard library's sources differ between Python versions)",
     ),
-    "images": Kind(
+    "images": TaskInfo(
         ImageTask.load,
         tuple(images.presets()),
         "image",
         lambda config: f"{config.batch} images",
         lambda config: "all held-out images: the last fifth",
     ),
-    "graph": Kind(
+    "graph": TaskInfo(
         GraphTask.load,
         tuple(graph.presets()),
         "node",
@@ -94,8 +94,8 @@ TASKS: dict[str, Kind] = {
 }
 
 
-def kind(task: str) -> Kind:
-    """The task of that name.
+def task_info(task: str) -> TaskInfo:
+    """Return what is known of a task before its data is read.
 
     Raises:
         ValueError: there is none.
@@ -111,4 +111,4 @@ def load_task(config: TrainConfig) -> Task:
     Raises:
         ValueError: it is not there, or the package that ships it is not.
     """
-    return kind(config.task).load(config)
+    return task_info(config.task).load(config)

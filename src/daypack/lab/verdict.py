@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from daypack.lab.compare import Summary
-from daypack.lab.tasks import kind
+from daypack.lab.tasks import task_info
 
 # Runs of the text task that differ in the last bit of one number end about this far apart (nats per byte).
 NOISE = 0.01
@@ -15,7 +15,7 @@ def headline(summaries: Sequence[Summary]) -> str:
     """The result in one line: the second optimizer against the first, or the only one by itself."""
     first = summaries[0]
     if len(summaries) == 1:
-        loss = f"ends at {first.loss.value:.3f} nats per {kind(first.task).unit}" if first.loss else "diverges"
+        loss = f"ends at {first.loss.value:.3f} nats per {task_info(first.task).unit}" if first.loss else "diverges"
         return f"{first.label} {loss} with {first.bytes_per_param:.2f} bytes of state per parameter"
     return sentence(summaries[1], first)
 
@@ -59,7 +59,7 @@ def _quality(summary: Summary, baseline: Summary) -> str:
     if summary.loss is None:
         return "diverges"
     if summary.gap is None:
-        return f"ends at {summary.loss.value:.3f} nats per {kind(summary.task).unit}"
+        return f"ends at {summary.loss.value:.3f} nats per {task_info(summary.task).unit}"
     gap = summary.gap
     within = 2 * (NOISE if gap.error is None else gap.error)
     if abs(gap.value) <= within:
