@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from daypack.lab import TrainConfig
 from daypack.lab.config import with_threads
+from daypack.lab.options import COMPARE, TRAIN, flag, option_of
 from tests.lab.texts import config
 
 
@@ -68,3 +70,22 @@ def test_small_models_use_one_thread_unless_told_otherwise() -> None:
     assert with_threads(config(model="small", threads=None)).threads == 1
     assert with_threads(config(model="medium", threads=None)).threads == torch.get_num_threads()
     assert with_threads(config(model="small", threads=3)).threads == 3
+
+
+def test_every_field_is_described_once() -> None:
+    for entry in fields(TrainConfig):
+        assert option_of(entry).help.endswith("."), entry.name
+        assert {*option_of(entry).commands} <= {COMPARE, TRAIN}
+
+
+@pytest.mark.parametrize("command", [COMPARE, TRAIN])
+def test_commands_take_the_options_of_the_table(command: str) -> None:
+    from typer.main import get_command
+
+    from daypack.cli.app import app
+
+    flags = {text for parameter in get_command(app).commands[command].params for text in parameter.opts}
+    listed = {entry.name for entry in fields(TrainConfig) if command in option_of(entry).commands}
+    assert {flag(name) for name in listed} <= flags
+    rest = {entry.name for entry in fields(TrainConfig)} - listed
+    assert not {flag(name) for name in rest - {"lr"}} & flags  # compare has a --lr of its own, one for each optimizer
