@@ -15,7 +15,7 @@ import daypack
 from daypack.cli import run
 from daypack.inspection import inspect_state
 from daypack.inspection.figures import books, map_image
-from daypack.inspection.page import MAPS, render_inspection
+from daypack.inspection.page import SHOWN_MAPS, render_inspection
 from tests.conformance.scene import parameters, train
 from tests.lab.test_page import Page
 
@@ -93,10 +93,10 @@ def test_a_map_shows_its_numbers() -> None:
 
 
 def test_many_parameters_have_the_maps_of_the_largest() -> None:
-    shapes = {f"layer{i}.weight": (4, 8 + i) for i in range(MAPS + 3)}
+    shapes = {f"layer{i}.weight": (4, 8 + i) for i in range(SHOWN_MAPS + 3)}
     html = render_inspection(inspected("adamw", shapes))
-    assert html.count('<figure class="map small">') == MAPS
-    assert f"The {MAPS} largest of {MAPS + 3} parameters are shown." in html
+    assert html.count('<figure class="map small">') == SHOWN_MAPS
+    assert f"The {SHOWN_MAPS} largest of {SHOWN_MAPS + 3} parameters are shown." in html
     assert "layer0.weight</b>" not in html
 
 

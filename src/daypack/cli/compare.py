@@ -31,17 +31,17 @@ OUT = Path("runs")  # the folder that new runs go below
 
 
 def command_line() -> str:
-    """The command as it can be typed again."""
+    """Return the command as it can be typed again."""
     return shlex.join(["daypack", *sys.argv[1:]])
 
 
 def provenance(name: str, task: Task, threads: int | None) -> Provenance:
-    """How to get the result of this process again."""
+    """Say how to get the result of this process again."""
     return Provenance(name, command_line(), task.source, task.fingerprint, versions(threads))
 
 
 def config_of(given: Mapping[str, Any]) -> TrainConfig:
-    """The config of a new run; options that are None keep their defaults."""
+    """Build the config of a new run; options that are None keep their defaults."""
     return with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
 
 

@@ -104,7 +104,7 @@ def train(
 
 
 def begin(given: Mapping[str, Any], *, out: Path, name: str | None, every: Every) -> int:
-    """Begin a run in a new folder; returns the exit code."""
+    """Begin a run in a new folder, and return the exit code."""
     config = config_of(given)
     folder = run_folder(out, name or config.optimizer)
     require_free(folder, "train")
@@ -116,7 +116,7 @@ def begin(given: Mapping[str, Any], *, out: Path, name: str | None, every: Every
 
 
 def go_on(given: Mapping[str, Any], *, path: Path, folder: Path, every: Every) -> int:
-    """Go on with the run in ``path``, writing to ``folder``; returns the exit code."""
+    """Go on with the run in ``path``, writing to ``folder``, and return the exit code."""
     checkpoint = checkpoints.load_checkpoint(path)
     require_resumable(folder)
     config = _merge(checkpoint, given)
@@ -131,7 +131,7 @@ def go_on(given: Mapping[str, Any], *, path: Path, folder: Path, every: Every) -
 
 
 def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
-    """The checkpoint's config with the options that may differ.
+    """Put the options that may differ into the checkpoint's config.
 
     Raises:
         ValueError: an option contradicts the checkpoint.
@@ -148,7 +148,7 @@ def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> Trai
 
 
 def _train(job: Job, path: Path, records: list[Record], every: Every) -> int:
-    """Train to the end or to a signal, saving to `path`; returns the exit code."""
+    """Train to the end or to a signal, saving to `path`, and return the exit code."""
     console, folder, config = make_console(), path.parent, job.config
     progress = progress_console(quiet=not job.ranks.first)
     if job.step:
@@ -193,7 +193,7 @@ def _train(job: Job, path: Path, records: list[Record], every: Every) -> int:
 
 
 def _divergence(optimizer: Optimizer, steps: int, loss: float) -> str | None:
-    """What was not finite: the loss, or the gradients of every parameter at most steps; None if the run went well."""
+    """Say what was not finite: the loss, or every gradient of most steps; None if the run went well."""
     if not math.isfinite(loss):
         return "its loss is"
     skipped = getattr(optimizer, "skipped", {})

@@ -15,11 +15,11 @@ from daypack.presentation.figure import DARK, LIGHT
 from daypack.presentation.html import pictures, render
 
 #: Parameters whose maps are shown, the largest first.
-MAPS = 64
+SHOWN_MAPS = 64
 
 
 def render_inspection(found: StateInspection) -> str:
-    """The HTML of an inspection that was made with ``pictures=True``."""
+    """Render an inspection that was made with ``pictures=True`` as HTML."""
     columns, total = columns_for(found.params), found.total
     return render(
         "daypack.inspection",
@@ -35,13 +35,13 @@ def render_inspection(found: StateInspection) -> str:
         codebooks=_books(found.params),
         heads=[(title, right) for title, right, _ in columns],
         rows=[[cell(param) for *_, cell in columns] for param in found.params],
-        maps=(maps := _maps(found.params))[:MAPS],
-        left_out=f" The {MAPS} largest of {len(maps)} parameters are shown." if len(maps) > MAPS else "",
+        maps=(maps := _maps(found.params))[:SHOWN_MAPS],
+        left_out=f" The {SHOWN_MAPS} largest of {len(maps)} parameters are shown." if len(maps) > SHOWN_MAPS else "",
     )
 
 
 def _figures(found: StateInspection) -> list[tuple[str, str, str]]:
-    """The numbers at the top: title, value, explanation."""
+    """Return the numbers at the top: title, value, explanation."""
     total, steps = found.total, sorted({param.step for param in found.params if param.step is not None})
     which = "" if total.params == found.of else f" of {found.of:,}"
     against = (
@@ -120,7 +120,7 @@ def _maps(params: Sequence[ParamStats]) -> list[dict[str, Any]]:
                 grids.append((figures.TITLES[each.moment], picture.grid))
         if grids:
             found.append((param, grids))
-    return [_card(param, grids) if place < MAPS else {} for place, (param, grids) in enumerate(found)]
+    return [_card(param, grids) if place < SHOWN_MAPS else {} for place, (param, grids) in enumerate(found)]
 
 
 def _card(param: ParamStats, grids: Sequence[tuple[str, Any]]) -> dict[str, Any]:

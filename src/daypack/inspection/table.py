@@ -34,7 +34,7 @@ def _norm(param: ParamStats, moment: str) -> float:
 
 
 def sorted_params(params: Sequence[ParamStats], by: str | None) -> list[ParamStats]:
-    """``params`` in the order of one of `SORTS`; None: as they are."""
+    """Sort ``params`` by one of `SORTS`; None: as they are."""
     if by is None:
         return list(params)
     key, largest = SORTS[by]
@@ -50,7 +50,7 @@ def number(value: float | None, spec: str = ".3g") -> str:
 
 
 def percent(value: float | None) -> str:
-    """``value`` as a percentage; empty if it is not known."""
+    """Write ``value`` as a percentage; empty if it is not known."""
     return "" if value is None else "exact" if value == 0 else f"{value:.2%}"
 
 
@@ -85,7 +85,7 @@ _DROPPED = ("rule", "bytes", "role", "step", "update\nRMS", "error", "stored as"
 
 
 def columns_for(params: Sequence[ParamStats]) -> list[tuple[str, bool, Callable[[ParamStats], str]]]:
-    """The columns that tell something about ``params``."""
+    """Choose the columns that tell something about ``params``."""
     rules = {param.rule for param in params}
     return [
         column
@@ -124,7 +124,7 @@ def _share(part: int, whole: Total) -> str:
 
 
 def warning_lines(inspection: StateInspection) -> Iterator[str]:
-    """A line for each warning, as far as they are shown."""
+    """Yield a line for each warning, `SHOWN` at most."""
     found = inspection.warnings
     for each in found[:SHOWN]:
         yield f"{each.kind}: {each.param}: {each.text}"
@@ -133,7 +133,7 @@ def warning_lines(inspection: StateInspection) -> Iterator[str]:
 
 
 def diff_table(diff: StateDiff) -> Table:
-    """One row per parameter that is not the same in both."""
+    """Make a table of one row per parameter that is not the same in both."""
     rows = (_diff_row(param) for param in diff.params if not param.equal)
     titles = ("m: |a-b|/max", "cosine", "v: |a-b|/max", "cosine", "bits")
     return _table([("parameter", False), ("changed", False), *((title, True) for title in titles)], rows)

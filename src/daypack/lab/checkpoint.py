@@ -176,7 +176,7 @@ def _load_weights(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def _sharded(job: Job, optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Optimizer state whose tensors of a parameter's shape are sharded as the parameter is: torch's classes need it."""
+    """Shard tensors of a parameter's shape as the parameter is, which torch's own optimizers need."""
     params = [p for group in job.optimizer.param_groups for p in group["params"]]
     keys = [key for group in optimizer["param_groups"] for key in group["params"]]
     state = dict(optimizer["state"])

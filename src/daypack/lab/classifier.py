@@ -15,10 +15,10 @@ class Classifier(nn.Module, ABC):
 
     @abstractmethod
     def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs of `batch`, and its targets `[...]`: a class for each row of logits."""
+        """Return the inputs of `batch`, and its targets `[...]`: a class for each row of logits."""
 
     def loss(self, batch: Tensor, *, reduction: str = "mean") -> Tensor:
-        """Cross-entropy of the targets of `batch` in nats, computed in at least fp32.
+        """Compute the cross-entropy of the targets of `batch` in nats, in at least fp32.
 
         Args:
             batch: what `split` takes.
@@ -28,7 +28,7 @@ class Classifier(nn.Module, ABC):
         return F.cross_entropy(logits, targets, reduction=reduction)
 
     def score(self, batch: Tensor) -> tuple[float, int, int]:
-        """Sum of the loss over the targets of `batch`, how many of them have the largest logit, and their number."""
+        """Return the summed loss of the targets of `batch`, how many have the largest logit, and their number."""
         logits, targets = self._predict(batch)
         loss = F.cross_entropy(logits, targets, reduction="sum")
         return float(loss), int((logits.argmax(-1) == targets).sum()), targets.numel()
@@ -41,7 +41,7 @@ class Classifier(nn.Module, ABC):
 
 
 def built(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The model that `make` describes, on the CPU in fp32; its weights depend on `seed` and it alone.
+    """Build the model that `make` describes, on the CPU in fp32; its weights depend on `make` and `seed` alone.
 
     Vectors are 0, gains of norms 1, the rest normal with variance 2 / fan-in. The global random state is not touched.
     """

@@ -26,7 +26,7 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Mean":
-        """Mean and standard error of at least one value."""
+        """Compute mean and standard error of at least one value."""
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(statistics.fmean(values), error)
 
@@ -91,7 +91,7 @@ class Summary:
 def grid(
     base: TrainConfig, optimizers: Sequence[str], seeds: int, lrs: Mapping[str, float] | None = None
 ) -> list[TrainConfig]:
-    """The runs of a comparison: for each seed, every optimizer in turn.
+    """List the runs of a comparison: for each seed, every optimizer in turn.
 
     Args:
         base: what all runs share; its seed is the first one.
@@ -153,7 +153,7 @@ def compare(
 
 
 def summarise(results: Sequence[RunResult]) -> list[Summary]:
-    """One summary per label and learning rate, in order of first appearance; gaps are to the first one."""
+    """Summarise runs of one label and learning rate, in order of first appearance; gaps are to the first one."""
     groups: dict[tuple[str, float], list[RunResult]] = {}
     for result in results:
         groups.setdefault((result.config.label, result.config.lr), []).append(result)
@@ -190,5 +190,5 @@ def _summary(runs: Sequence[RunResult], baseline: Mapping[int, float], times: Ma
 
 
 def _finite_losses(runs: Iterable[RunResult]) -> dict[int, float]:
-    """Last validation loss by seed."""
+    """Return the last validation losses that are finite, by seed."""
     return {run.config.seed: run.validation_loss for run in runs if math.isfinite(run.validation_loss)}

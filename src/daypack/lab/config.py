@@ -16,12 +16,12 @@ import torch
 import daypack
 from daypack.lab.models import model_config
 from daypack.lab.options import TRAIN, count, not_negative, one_of, option, option_of, seed_number
-from daypack.lab.parallel import KINDS
+from daypack.lab.parallel import PARALLEL
 from daypack.lab.tasks import TASKS, task_info
 
 
 def dtypes() -> dict[str, torch.dtype]:
-    """Dtypes a model can be trained in; float16 would need loss scaling."""
+    """Return the dtypes that a model can be trained in; float16 would need loss scaling."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -131,7 +131,7 @@ class TrainConfig:
     parallel: str = option(
         "none",
         "How the processes that torchrun started share the run: none, ddp or fsdp2 (text only).",
-        check=one_of(KINDS),
+        check=one_of(PARALLEL),
         may_differ=True,
     )
 
@@ -155,7 +155,7 @@ class TrainConfig:
         return f"{self.optimizer} ({chosen})" if chosen else self.optimizer
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether the loss on held-out data is measured once `step` steps are done."""
+        """Say whether the loss on held-out data is measured once `step` steps are done."""
         every = self.eval_every or max(1, self.steps // 10)
         return step == self.steps or step % every == 0
 
@@ -165,7 +165,7 @@ class TrainConfig:
         return min(self.warmup, self.steps // 2)
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of step number `step`, counted from 0: linear warm-up, then a cosine to `final_lr * lr`."""
+        """Return the learning rate of step `step`, from 0: linear warm-up, then a cosine to `final_lr * lr`."""
         warmup = self.warmup_steps
         if step < warmup:
             return self.lr * (step + 1) / warmup
@@ -173,12 +173,12 @@ class TrainConfig:
         return self.lr * (self.final_lr + (1 - self.final_lr) * (1 + math.cos(math.pi * done)) / 2)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_dict`.
+        """Build a config from what `to_dict` returned.
 
         Raises:
             ValueError: a name that is no field, or a value out of its range.
@@ -190,7 +190,7 @@ class TrainConfig:
 
 
 def with_threads(config: TrainConfig) -> TrainConfig:
-    """`config` with a number of threads if it names none, since the last bits of a result depend on it.
+    """Fill in the number of threads if `config` names none, since the last bits of a result depend on it.
 
     One for a small model: a second gains it little, and where other work wants the cores, waiting for each other costs
     two threads ten times what they save. A larger model gets torch's present setting.

@@ -32,7 +32,7 @@ class Corpus:
     fingerprint: str
 
     def batch(self, seed: int, step: int, size: int, context: int) -> Tensor:
-        """Windows for one training step: int64 `[size, context + 1]`.
+        """Draw the windows of one training step: int64 `[size, context + 1]`.
 
         They are a function of the arguments alone. A run is therefore resumed by its step number, and two optimizers
         with the same seed see the same bytes.
@@ -41,7 +41,7 @@ class Corpus:
         return self.train[start + torch.arange(context + 1)].long()
 
     def validation_batches(self, tokens: int, size: int, context: int) -> Iterator[Tensor]:
-        """The same windows at every call, spread evenly over the held-out part, in batches `[<= size, context + 1]`.
+        """Yield the same windows at every call, spread over the held-out part, in batches `[<= size, context + 1]`.
 
         Windows predict disjoint bytes.
 
@@ -99,7 +99,7 @@ def load_corpus(data: str | os.PathLike[str] | None = None) -> Corpus:
 
 
 def step_generator(seed: int, step: int) -> torch.Generator:
-    """A generator that depends on the seed of a run and the number of a step alone."""
+    """Build a generator that depends on the seed of a run and the number of a step alone."""
     digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
@@ -117,7 +117,7 @@ def split_corpus(content: bytes, source: str) -> Corpus:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Files below `folder` in an order that depends on names only."""
+    """List the files below `folder` in an order that depends on names only."""
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
         paths = (Path(directory, name) for name in sorted(files) if not name.startswith("."))

@@ -43,7 +43,7 @@ def draw(results: Sequence[RunResult], theme: Theme, *, wide: bool) -> Figure:
 
 
 def _name(result: RunResult, results: Sequence[RunResult]) -> str:
-    """The label, with the learning rate where it alone tells two curves apart."""
+    """Return the label, with the learning rate where it alone tells two curves apart."""
     rates = {other.config.lr for other in results if other.config.label == result.config.label}
     return result.config.label if len(rates) == 1 else f"{result.config.label}, lr {result.config.lr:g}"
 
@@ -53,7 +53,7 @@ def _cycle(colours: tuple[str, ...], count: int) -> list[str]:
 
 
 def _draw_losses(axes: Axes, label: str, runs: Sequence[RunResult], colour: str) -> None:
-    """Mean over seeds: training loss faint and smoothed, validation loss strong with its range over seeds."""
+    """Draw means over seeds: training loss faint and smoothed, validation loss strong with its range."""
     steps = [record.step for record in runs[0].records]
     if all(len(run.records) == len(steps) for run in runs):
         train = np.mean([_smooth([record.loss for record in run.records]) for run in runs], axis=0)
@@ -64,7 +64,7 @@ def _draw_losses(axes: Axes, label: str, runs: Sequence[RunResult], colour: str)
 
 
 def _draw_gap(axes: Axes, label: str, runs: Sequence[RunResult], baseline: Sequence[RunResult], colour: str) -> None:
-    """Mean difference of validation losses, paired by seed, with its standard error."""
+    """Draw the mean difference of validation losses, paired by seed, with its standard error."""
     other = {run.config.seed: run for run in baseline}
     pairs = [(run, other[run.config.seed]) for run in runs if run.config.seed in other]
     if not pairs:
@@ -79,14 +79,14 @@ def _draw_gap(axes: Axes, label: str, runs: Sequence[RunResult], baseline: Seque
 
 
 def _validation(runs: Sequence[RunResult]) -> tuple[list[int], np.ndarray]:
-    """Steps, and losses `[runs, steps]`."""
+    """Return the evaluated steps, and losses `[runs, steps]`."""
     return [step for step, _ in runs[0].validation_curve], np.array(
         [[loss for _, loss in run.validation_curve] for run in runs]
     )
 
 
 def _smooth(losses: Sequence[float]) -> np.ndarray:
-    """Running mean over the last 2 % of the steps, shorter at the start."""
+    """Average over the last 2 % of the steps, over fewer at the start."""
     window = max(1, len(losses) // 50)
     total = np.concatenate(([0.0], np.cumsum(losses)))
     end = np.arange(1, len(losses) + 1)

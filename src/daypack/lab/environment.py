@@ -12,7 +12,7 @@ from daypack.kernels import native
 
 
 def versions(threads: int | None = None) -> dict[str, str]:
-    """Versions, machine and threads, for people who want the same numbers again.
+    """Name versions, machine and threads, for people who want the same numbers again.
 
     Args:
         threads: CPU threads that were used; None for torch's present setting.
@@ -32,7 +32,7 @@ def versions(threads: int | None = None) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the processor's name, where the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

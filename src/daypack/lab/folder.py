@@ -32,7 +32,7 @@ _OWN = (METRICS, CURVE, PAGE, CONFIG)  # config.json last: it marks the folder a
 
 
 def run_folder(out: Path, name: str) -> Path:
-    """`out/name`.
+    """Return `out/name`.
 
     Raises:
         ValueError: `name` is not a plain folder name.
@@ -43,7 +43,7 @@ def run_folder(out: Path, name: str) -> Path:
 
 
 def job_in(folder: Path) -> str | None:
-    """The job that wrote `folder`, "compare" or "train"; None for a folder of something else."""
+    """Return the job that wrote `folder`, "compare" or "train"; None for a folder of something else."""
     try:
         job = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("job")
     except (OSError, ValueError, AttributeError):
@@ -82,7 +82,7 @@ def require_resumable(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to write into; its files move to `folder` once the block has ended without an exception.
+    """Make a folder beside `folder` to write into; its files move to `folder` when the block ends without an exception.
 
     After an exception it stays if it holds records, and is removed if not.
     """
@@ -100,7 +100,7 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def has_records(folder: Path) -> bool:
-    """Whether `folder` holds a non-empty file of records."""
+    """Say whether `folder` holds a non-empty file of records."""
     metrics = folder / METRICS
     return metrics.exists() and metrics.stat().st_size > 0
 
@@ -178,7 +178,7 @@ def watched(optimizer: Optimizer, folder: Path, interval: int | None, step: int)
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of readings; infinity for one that is none, such as a kill leaves."""
+    """Return the step of a line of readings; infinity for a broken line, such as a kill leaves."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

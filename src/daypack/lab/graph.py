@@ -20,7 +20,7 @@ LABELLED = 4  # members of each faction whose faction is known; the others are h
 
 
 def presets() -> dict[str, int]:
-    """Hidden width by size: about 2, 9 and 37 thousand parameters."""
+    """Return the hidden width by size: about 2, 9 and 37 thousand parameters."""
     return {"tiny": 64, "small": 256, "medium": 1024}
 
 
@@ -38,11 +38,11 @@ class GraphNet(Classifier):
         self.register_buffer("adjacency", torch.zeros(nodes, nodes), persistent=False)
 
     def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes and factions of `batch`, `[n, 2]`."""
+        """Return nodes and factions of `batch`, `[n, 2]`."""
         return batch[:, 0], batch[:, 1]
 
     def forward(self, nodes: Tensor) -> Tensor:
-        """Logits `[n, 2]` of `nodes`, `[n]` integers; every node's features take part."""
+        """Compute logits `[n, 2]` of `nodes`, `[n]` integers; every node's features take part."""
         adjacency = cast(Tensor, self.adjacency)
         hidden = self.inner(adjacency).relu()
         return (adjacency @ self.outer(hidden))[nodes]  # type: ignore[no-any-return]
@@ -91,22 +91,22 @@ class GraphTask:
         return f"{self.source}: {2 * LABELLED} of {len(self.factions)} nodes labelled"
 
     def model(self, config: TrainConfig) -> GraphNet:
-        """A network whose weights depend on `config.model` and `config.seed` alone."""
+        """Build a network whose weights depend on `config.model` and `config.seed` alone."""
         nodes, hidden = len(self.factions), presets()[config.model]
         model = cast(GraphNet, built(lambda: GraphNet(nodes, hidden), config.seed))
         cast(Tensor, model.adjacency).copy_(self.adjacency)
         return model
 
     def batch(self, config: TrainConfig, step: int) -> Tensor:
-        """The labelled nodes with their factions, the same at every step of a seed: `[8, 2]`."""
+        """Return the labelled nodes with their factions, the same at every step of a seed: `[8, 2]`."""
         return self._nodes(config.seed)[0]
 
     def held_out(self, config: TrainConfig) -> Iterator[Tensor]:
-        """The other nodes with their factions."""
+        """Yield the other nodes with their factions."""
         yield self._nodes(config.seed)[1]
 
     def _nodes(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Labelled nodes and the others, each `[n, 2]` with factions."""
+        """Return the labelled nodes and the others, each `[n, 2]` with factions."""
         order = torch.randperm(len(self.factions), generator=torch.Generator().manual_seed(seed))
         known = torch.cat([order[self.factions[order] == faction][:LABELLED] for faction in range(CLASSES)])
         rest = order[~torch.isin(order, known)]

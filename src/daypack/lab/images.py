@@ -22,7 +22,7 @@ _HELD_OUT = 5  # the last one part of this many is validation
 
 
 def presets() -> dict[str, int]:
-    """Channels of the first convolution by size: about 15, 59 and 233 thousand parameters."""
+    """Return the channels of the first convolution by size: about 15, 59 and 233 thousand parameters."""
     return {"tiny": 16, "small": 32, "medium": 64}
 
 
@@ -41,11 +41,11 @@ class ConvNet(Classifier):
         self.head = nn.Linear(2 * channels * (SIDE // 4) ** 2, CLASSES)
 
     def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels `[n, 64]` and the digit of each row of `batch`, `[n, 65]`."""
+        """Return the pixels `[n, 64]` and the digit of each row of `batch`, `[n, 65]`."""
         return batch[:, :-1], batch[:, -1]
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Logits `[n, 10]` of images `[n, 64]` of integers from 0 to 16."""
+        """Compute logits `[n, 10]` of images `[n, 64]` of integers from 0 to 16."""
         x = pixels.to(self.head.weight.dtype).div(WHITE).view(-1, 1, SIDE, SIDE)
         x = self.norm1(self.conv1(x)).relu()
         x = self.pool(self.norm2(self.conv2(x)).relu())
@@ -91,14 +91,14 @@ class ImageTask:
         return f"{self.source}: {len(self.train):,} images"
 
     def model(self, config: TrainConfig) -> ConvNet:
-        """A network whose weights depend on `config.model` and `config.seed` alone."""
+        """Build a network whose weights depend on `config.model` and `config.seed` alone."""
         return cast(ConvNet, built(lambda: ConvNet(presets()[config.model]), config.seed))
 
     def batch(self, config: TrainConfig, step: int) -> Tensor:
-        """Images drawn for one step, a function of the seed and the step: `[config.batch, 65]`."""
+        """Draw the images of one step, a function of the seed and the step: `[config.batch, 65]`."""
         generator = step_generator(config.seed, step)
         return self.train[torch.randint(len(self.train), (config.batch,), generator=generator)]
 
     def held_out(self, config: TrainConfig) -> Iterator[Tensor]:
-        """All images of the held-out part, the same at every call."""
+        """Yield all images of the held-out part, the same at every call."""
         yield self.validation

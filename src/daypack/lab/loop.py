@@ -43,12 +43,12 @@ class Record:
     accuracy: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; a number that is not finite becomes None."""
+        """Return the fields as JSON values; a number that is not finite becomes None."""
         return {name: json_number(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Record":
-        """The inverse of `to_dict`; other entries are ignored.
+        """Build a record from what `to_dict` returned; other entries are ignored.
 
         Raises:
             TypeError: `values` is no mapping, or a field is missing or of another type.
@@ -123,7 +123,7 @@ class RunResult:
         return self.records[-1].seconds
 
     def summary(self) -> dict[str, Any]:
-        """Config and outcome without the records, as JSON values."""
+        """Return config and outcome without the records, as JSON values."""
         return {
             "config": self.config.to_dict(),
             "validation_loss": json_number(self.validation_loss),
@@ -202,7 +202,7 @@ class Job:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """Mean loss on the held-out part in nats per prediction, and the fraction of it that is predicted right."""
+        """Return the mean loss on the held-out part, nats per prediction, and the fraction predicted right."""
         scores = [self.model.score(batch.to(self.device)) for batch in self.task.held_out(self.config)]
         loss, right, count = (sum(column) for column in zip(*scores, strict=True))
         return loss / count, right / count
@@ -248,7 +248,7 @@ def finish(job: Job, records: list[Record]) -> RunResult:
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `config` names, over the decayed and undecayed parameters of `model`.
+    """Build the optimizer that `config` names, over the decayed and undecayed parameters of `model`.
 
     Raises:
         ValueError: unknown name, or an option that the optimizer does not take.
@@ -289,5 +289,5 @@ def thread_count(threads: int | None) -> Iterator[None]:
 
 
 def json_number(value: Any) -> Any:
-    """`value`, or None for a float that JSON cannot write (NaN, infinity)."""
+    """Return `value`, or None for a float that JSON cannot write (NaN, infinity)."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from daypack.lab.classifier import Classifier
 
-VOCABULARY = 256  # a token is a byte
+BYTE_VALUES = 256  # a token is a byte
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TransformerConfig:
     heads: int
     kv_heads: int
     mlp_hidden: int
-    vocabulary: int = VOCABULARY
+    vocabulary: int = BYTE_VALUES
     tied: bool = False
     rope_base: float = 10_000.0
 
@@ -54,7 +54,7 @@ class TransformerConfig:
 
 
 def presets() -> dict[str, TransformerConfig]:
-    """The named models, smallest first: about 0.13, 0.8, 5.8, 34 and 135 million parameters."""
+    """Return the named models, smallest first: about 0.13, 0.8, 5.8, 34 and 135 million parameters."""
     return {
         "tiny": TransformerConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp_hidden=176),
         "small": TransformerConfig(layers=4, hidden=128, heads=4, kv_heads=2, mlp_hidden=352),
@@ -77,7 +77,7 @@ def model_config(name: str, **changes: int | float | bool) -> TransformerConfig:
 
 
 def rotary_table(length: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, two fp32 tensors `[length, head_dim / 2]`."""
+    """Return cosines and sines of the rotary angles, two fp32 tensors `[length, head_dim / 2]`."""
     frequency = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
@@ -155,7 +155,7 @@ class Transformer(Classifier):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits `[batch, length, vocabulary]` of the token after each of `tokens`, `[batch, length]` integers."""
+        """Compute logits `[batch, length, vocabulary]` of what follows each of `tokens`, `[batch, length]` integers."""
         x = self.embedding(tokens)
         cos, sin = rotary_table(tokens.shape[1], self.config.head_dim, self.config.rope_base, tokens.device)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
@@ -164,7 +164,7 @@ class Transformer(Classifier):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """All but the last and all but the first token of `batch`, `[batch, length + 1]` integers."""
+        """Return all but the last and all but the first token of `batch`, `[batch, length + 1]` integers."""
         return batch[:, :-1], batch[:, 1:]
 
 

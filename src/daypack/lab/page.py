@@ -40,7 +40,7 @@ class Provenance:
 
 
 def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
-    """The HTML of a comparison or, with one result, of a single run."""
+    """Render a comparison or, with one result, a single run as HTML."""
     summaries = summarise(results)
     return render(
         "daypack.lab",
@@ -67,7 +67,7 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
 
 
 def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
-    """The three numbers at the top: title, value, explanation."""
+    """Return the three numbers at the top: title, value, explanation."""
     first, last = summaries[0], summaries[min(1, len(summaries) - 1)]
     unit = task_info(first.task).unit
     loss = "diverged" if last.loss is None else f"{last.loss.value:.3f}"
@@ -100,13 +100,13 @@ def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
 
 
 def _coloured(summaries: Sequence[Summary]) -> list[tuple[Summary, str, str]]:
-    """Each summary with its curve's colours."""
+    """Pair each summary with its curve's colours."""
     count = len(LIGHT.lines)
     return [(summary, LIGHT.lines[i % count], DARK.lines[i % count]) for i, summary in enumerate(summaries)]
 
 
 def _bars(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """Memory as stacked bars, and what the state would be for a large model at the same rate."""
+    """Describe memory as stacked bars, and what the state of a large model would be at the same rate."""
     longest = max(summary.memory.total for summary in summaries) or 1
     return [
         {
@@ -128,7 +128,7 @@ def _bars(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 
 def _steps(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """Label, median step, ratio to the first optimizer's, first step, share of the run."""
+    """Return label, median step, ratio to the first optimizer's, first step, share of the run."""
     return [
         (
             summary.label,
@@ -146,7 +146,7 @@ def _ratio(mean: Mean) -> str:
 
 
 def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:
-    """What all runs share, for people."""
+    """List the settings of the runs for people, a row for each `Option` that has one."""
     configs = [result.config for result in results]
     rows = {row[0]: row[1](configs) for entry in fields(TrainConfig) if (row := option_of(entry).row)}
     rows["model"] += f", {results[0].parameters:,} parameters"

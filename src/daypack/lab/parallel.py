@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from daypack.sharding import is_distributed
 
-KINDS = ("none", "ddp", "fsdp2")
+#: How the processes of a run share it.
+PARALLEL = ("none", "ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Ranks:
         return self.rank == 0
 
     def wrap(self, model: nn.Module) -> Callable[..., Tensor]:
-        """Set ``model`` up for this kind; what to call instead of ``model.loss``."""
+        """Set ``model`` up for this kind, and return what to call instead of ``model.loss``."""
         if self.kind == "ddp":
             return nn.parallel.DistributedDataParallel(_Loss(model))
         if self.kind == "fsdp2":
@@ -52,7 +53,7 @@ class Ranks:
         return loss
 
     def part(self, batch: Tensor) -> Tensor:
-        """This rank's part of a batch, whose windows all ranks agree on.
+        """Cut this rank's part from a batch, whose windows all ranks agree on.
 
         Raises:
             ValueError: the batch does not divide into equal parts.
@@ -62,14 +63,14 @@ class Ranks:
         return batch.chunk(self.world)[self.rank]
 
     def mean(self, value: Tensor) -> float:
-        """The mean of a number over the ranks."""
+        """Average a number over the ranks."""
         value = value.detach().double()
         if self.world > 1:
             torch.distributed.all_reduce(value)
         return float(value) / self.world
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Say whether ``flag`` is set on any rank."""
         return self.mean(torch.tensor(float(flag))) > 0
 
 
@@ -86,14 +87,14 @@ class _Loss(nn.Module):
 
 
 def here(kind: str) -> Ranks:
-    """The processes of this run, whose process group is up (see `processes`)."""
+    """Return the processes of this run, whose process group is up (see `processes`)."""
     if kind == "none":
         return Ranks()
     return Ranks(kind, torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 
 def gathered(values: Any) -> Any:
-    """A copy of a state dict in which every tensor is whole, on every rank."""
+    """Copy a state dict so that every tensor is whole, on every rank."""
     if isinstance(values, Mapping):
         return {key: gathered(value) for key, value in values.items()}
     if isinstance(values, (list, tuple)):
@@ -108,7 +109,7 @@ def scatter_(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None
 
 
 def scattered(value: Any, like: Tensor) -> Any:
-    """``value`` sharded as ``like`` is, if it is a tensor of the same shape; else as it is."""
+    """Shard ``value`` as ``like`` is, if it is a tensor of the same shape; else return it as it is."""
     if not (is_distributed(like) and isinstance(value, Tensor) and value.shape == like.shape):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -122,14 +123,14 @@ def processes(kind: str, device: str) -> Iterator[Ranks]:
     """Join the processes that torchrun started, and leave them at the end.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `PARALLEL`.
         device: the device type of the run: "cpu" talks through gloo, "cuda" through nccl.
 
     Raises:
         ValueError: unknown kind, or not started by torchrun, or started by it without a kind.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown --parallel {kind!r}; choose one of {', '.join(KINDS)}")
+    if kind not in PARALLEL:
+        raise ValueError(f"unknown --parallel {kind!r}; choose one of {', '.join(PARALLEL)}")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if kind == "none":
         if world > 1:
@@ -152,7 +153,7 @@ def processes(kind: str, device: str) -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def only_first(ranks: Ranks, folder: Path) -> Iterator[Path]:
-    """``folder`` on the first rank; on the others a temporary one, and nothing they print is shown."""
+    """Yield ``folder`` on the first rank, a temporary one on the others, which print nothing."""
     if ranks.first:
         yield folder
         return

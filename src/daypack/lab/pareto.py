@@ -22,12 +22,12 @@ _POINT = 6
 
 
 def plottable(summaries: Sequence[Summary]) -> list[tuple[Summary, Mean]]:
-    """The optimizers that have a point, with their loss: those that did not diverge."""
+    """Return the optimizers that have a point, with their loss: those that did not diverge."""
     return [(summary, summary.loss) for summary in summaries if summary.loss is not None]
 
 
 def frontier(summaries: Sequence[Summary]) -> list[tuple[float, float]]:
-    """Bytes of state per parameter and loss of the optimizers that none beats in both, by rising bytes."""
+    """Return bytes of state per parameter and loss of the optimizers that none beats in both, by rising bytes."""
     best: list[tuple[float, float]] = []
     for point in sorted((summary.bytes_per_param, loss.value) for summary, loss in plottable(summaries)):
         if not best or point[1] < best[-1][1]:
@@ -36,7 +36,7 @@ def frontier(summaries: Sequence[Summary]) -> list[tuple[float, float]]:
 
 
 def draw_pareto(summaries: Sequence[Summary], theme: Theme, *, wide: bool) -> Figure:
-    """Losses with their standard errors over seeds, a line through the frontier, a name at every point."""
+    """Draw losses with standard errors over seeds, a line through the frontier, a name at every point."""
     figure = Figure(figsize=(10, 4.2) if wide else (4.6, 4.2), layout="constrained")
     axes = figure.subplots()
     best = frontier(summaries)
@@ -57,7 +57,7 @@ def draw_pareto(summaries: Sequence[Summary], theme: Theme, *, wide: bool) -> Fi
 
 
 def _name(figure: Figure, axes: Axes, points: Sequence[tuple[Summary, Mean]], theme: Theme) -> None:
-    """Names at their points, where they hide neither a point nor another name, if there is such a place."""
+    """Write names at their points, where they hide neither a point nor another name, if there is such a place."""
     figure.draw_without_rendering()  # places the axes
     frame, taken = axes.get_window_extent(), []
     for summary, loss in points:

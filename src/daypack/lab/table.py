@@ -10,7 +10,7 @@ from daypack.lab.tasks import task_info
 
 
 def comparison_table(summaries: Sequence[Summary]) -> Table:
-    """One row per optimizer; the first one is what gaps are measured from."""
+    """Make a table of one row per optimizer; gaps are measured from the first one."""
     # 80 columns hold two optimizers with standard errors; a label wraps before a number is cut.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column(overflow="fold")
@@ -24,7 +24,7 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
-    """Label, learning rate, loss, gap, accuracy, bytes per parameter, optimizer time, wall time."""
+    """Return label, learning rate, loss, gap, accuracy, bytes per parameter, optimizer time, wall time."""
     loss = "diverged" if summary.loss is None else str(summary.loss)
     if summary.diverged and summary.loss is not None:
         loss += f" ({summary.diverged} of {summary.seeds} diverged)"

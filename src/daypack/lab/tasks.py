@@ -34,17 +34,17 @@ class Task(Protocol):
         """Source and size in one line."""
 
     def model(self, config: TrainConfig) -> Classifier:
-        """The model that `config` names, on the CPU in fp32, its weights a function of the seed alone.
+        """Build the model that `config` names, on the CPU in fp32, its weights a function of the seed alone.
 
         Raises:
             ValueError: the data does not do for this config.
         """
 
     def batch(self, config: TrainConfig, step: int) -> Tensor:
-        """What step number `step`, counted from 0, trains on: a function of the arguments alone."""
+        """Return what step `step`, counted from 0, trains on: a function of the arguments alone."""
 
     def held_out(self, config: TrainConfig) -> Iterator[Tensor]:
-        """Batches that an evaluation predicts: the same ones at every call, none of them trained on."""
+        """Yield the batches that an evaluation predicts: the same ones at every call, none of them trained on."""
 
 
 @dataclass(frozen=True)

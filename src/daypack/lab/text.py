@@ -43,7 +43,7 @@ class TextTask:
         return f"{self.source}: {len(self.corpus.train) / 1e6:.1f} MB of text"
 
     def model(self, config: TrainConfig) -> Transformer:
-        """A transformer whose weights depend on `config.model` and `config.seed` alone.
+        """Build a transformer whose weights depend on `config.model` and `config.seed` alone.
 
         Raises:
             ValueError: the corpus is too small for `config.context`.
@@ -52,9 +52,9 @@ class TextTask:
         return build_model(config.model, config.seed)
 
     def batch(self, config: TrainConfig, step: int) -> Tensor:
-        """Windows of one step: `[config.batch, config.context + 1]`."""
+        """Draw the windows of one step: `[config.batch, config.context + 1]`."""
         return self.corpus.batch(config.seed, step, config.batch, config.context)
 
     def held_out(self, config: TrainConfig) -> Iterator[Tensor]:
-        """The same windows at every call, `config.eval_tokens` predicted bytes of them."""
+        """Yield the same windows at every call, `config.eval_tokens` predicted bytes of them."""
         return self.corpus.validation_batches(config.eval_tokens, 2 * config.batch, config.context)

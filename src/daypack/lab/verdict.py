@@ -12,7 +12,7 @@ LASTING = 1500
 
 
 def headline(summaries: Sequence[Summary]) -> str:
-    """The result in one line: the second optimizer against the first, or the only one by itself."""
+    """Say the result in one line: the second optimizer against the first, or the only one by itself."""
     first = summaries[0]
     if len(summaries) == 1:
         loss = f"ends at {first.loss.value:.3f} nats per {task_info(first.task).unit}" if first.loss else "diverges"
@@ -21,12 +21,12 @@ def headline(summaries: Sequence[Summary]) -> str:
 
 
 def sentence(summary: Summary, baseline: Summary) -> str:
-    """How `summary` did against `baseline`."""
+    """Say how `summary` did against `baseline`."""
     return f"{summary.label} {_quality(summary, baseline)}, with {_memory(summary, baseline)}"
 
 
 def caveat(summaries: Sequence[Summary]) -> str:
-    """How far the comparison can be trusted."""
+    """Say how far the comparison can be trusted."""
     seeds, steps = summaries[0].seeds, summaries[0].steps
     text = summaries[0].task == "text"
     few = text and steps < LASTING and len(summaries) > 1
@@ -45,7 +45,7 @@ def caveat(summaries: Sequence[Summary]) -> str:
 
 
 def ratio(value: float, baseline: float) -> str:
-    """`baseline / value` in words."""
+    """Say `baseline / value` in words."""
     if value == baseline:
         return "the same"
     if value == 0:

@@ -77,14 +77,14 @@ def predict(
 
 
 def stored(plan: ParamPlan, shape: Sequence[int], dtype: torch.dtype) -> StoredTensors:
-    """The tensors that one of daypack's optimizers stores for a whole parameter."""
+    """List the tensors that one of daypack's optimizers stores for a whole parameter."""
     view = plan.view(shape)
     each = ((key + spec.suffix, spec) for key, form in plan.moments for spec in form.components(view, dtype))
     return {STEP.suffix: STEP, **dict(each)}
 
 
 def is_ours(name: str) -> bool:
-    """Whether ``name`` is not one of torch's own optimizers."""
+    """Say whether ``name`` is none of torch's own optimizers."""
     return issubclass(REGISTRY.get(name, CompressedOptimizer), CompressedOptimizer)
 
 

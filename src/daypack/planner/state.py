@@ -71,7 +71,7 @@ class StatePlan:
 
 
 def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of ``sgd:momentum=0.9`` or ``gefen:second_moment=blocks:block_size=128``.
+    """Read name and options of ``sgd:momentum=0.9`` or ``gefen:second_moment=blocks:block_size=128``.
 
     Raises:
         ValueError: the name is not registered, or an option is not ``key=value``.
@@ -94,7 +94,7 @@ def state_bytes(
     dtype: torch.dtype = torch.float32,
     options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Bytes of state that ``optimizer`` keeps in one process: exactly what it allocates.
+    """Predict the bytes of state that ``optimizer`` keeps in one process: exactly what it allocates.
 
     Args:
         optimizer: a registered name, with options as in ``sgd:momentum=0.9`` if need be.
@@ -199,7 +199,7 @@ def _sharded(p: ParamSpec, tensors: StoredTensors, parallel: Parallel) -> dict[s
 
 
 def _moment(key: str) -> str:
-    """Which of AdamW's moments a state key belongs to; ``"step"``, or ``"other"`` for what AdamW does not have."""
+    """Say which of AdamW's moments a state key belongs to; ``"step"``, or ``"other"`` for what AdamW does not have."""
     if key == "step" or key.startswith("exp_avg_sq"):
         return "step" if key == "step" else "exp_avg_sq"
     return "exp_avg" if key.startswith("exp_avg") else "other"

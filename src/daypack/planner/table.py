@@ -9,7 +9,7 @@ from daypack.planner.result import MemoryPlan, table_cells, unit
 
 
 def memory_table(plan: MemoryPlan) -> Table:
-    """One row per optimizer; sizes in the unit that the title names (GB = 1e9 bytes)."""
+    """Make a table of one row per optimizer; the first title names the unit of sizes (GB = 1e9 bytes)."""
     header, *rows = table_cells(plan)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for index, title in enumerate(header):

@@ -30,7 +30,7 @@ DARK = Theme(
 
 
 def to_svg(figure: Figure) -> bytes:
-    """``figure`` as an SVG with a transparent background; the same figure gives the same bytes."""
+    """Write ``figure`` as an SVG with a transparent background; the same figure gives the same bytes."""
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "daypack"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
