@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from daypack.training import TASKS, Job, Task, TrainConfig, load_task, run
-from daypack.training.loop import json_number
+from daypack.lab import TASKS, Job, Task, TrainConfig, load_task, run
+from daypack.lab.loop import json_number
 
 RESULTS = Path(__file__).parent / "results" / "tasks.jsonl"
 BASELINE = "adamw"

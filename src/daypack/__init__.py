@@ -15,9 +15,9 @@ from daypack.optim.groups import param_groups
 from daypack.optim.lamb import LAMB
 from daypack.optim.muon import Muon
 from daypack.optim.registry import create, materialize_state, names
-from daypack.planner.estimate import estimate_state
+from daypack.optim.size import state_report
 from daypack.planner.memory import plan_memory as plan
-from daypack.planner.report import state_report
+from daypack.planner.state import estimate_state
 from daypack.telemetry import monitor
 
 if TYPE_CHECKING:

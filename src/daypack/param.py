@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from daypack.formats.base import ComponentSpec, State, StateFormat
+from daypack.formats.low_rank import Projection
 from daypack.geometry import Geometry, chunks, geometry, read
 from daypack.rules.base import Hyper, Moment, Rule
-
-if TYPE_CHECKING:
-    from daypack.projection import Projection
 
 
 @dataclass(frozen=True)

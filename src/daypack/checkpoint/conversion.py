@@ -253,13 +253,13 @@ class _Filler:
             return _UNSTEPPED
         for name, at in found.moments.items():
             if at.moment.squares and (reason := self._unfit(name, at, source)):
-                return f"{reason}, and {type(self.target).__name__} divides by it: the parameter starts anew at step 0"
+                return f"{reason}, so the parameter starts anew at step 0"
         return ""
 
     def _unfit(self, name: str, at: StoredMoment, source: Source) -> str:
         """Why the target's moment ``name`` cannot be made from the source; empty if it can."""
         if name not in source.moments:
-            return f"{self.origin} keeps no {name}"
+            return f"{self.origin} keeps no {'second moment to divide by' if at.moment.squares else name}"
         theirs, ours = source.moments[name].meaning.of, at.moment.meaning.of
         return "" if theirs == ours else f"{name} of {self.origin} is a mean of {theirs}, not of {ours}"
 

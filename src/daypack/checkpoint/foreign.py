@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from daypack.checkpoint import file as files
 from daypack.checkpoint import libraries, moments, snapshot
-from daypack.checkpoint.content import is_safetensors, torch_load, weights_in
+from daypack.checkpoint.content import class_in, damage, is_safetensors, torch_load, weights_in
 from daypack.checkpoint.live import torch_class
 from daypack.checkpoint.moments import PLAIN, Storage
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
@@ -324,7 +324,7 @@ def read(path: Path, cls_name: str | None = None) -> Snapshot:
 
 def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot, Mapping[str, Tensor]]:
     """State in any file that is known: our safetensors (or their shards), what ``torch.save`` made of an optimizer's
-    ``state_dict()``, or a checkpoint of ``daypack train``. Nothing in it is run.
+    ``state_dict()``, or a training checkpoint (weights and such a ``state_dict()`` in a dict). Nothing in it is run.
 
     Args:
         cls_name: who saved it, for a ``state_dict()`` that leaves it open: a registered name or a family.
@@ -337,26 +337,21 @@ def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot
     """
     if not path.is_file() or is_safetensors(path):
         return _confirmed(files.read(path), cls_name, path), {}
-    from daypack.training.checkpoint import FORMAT, load_checkpoint
-
     content = torch_load(path)
-    if isinstance(content, dict) and content.get("format") == FORMAT:
-        checkpoint = load_checkpoint(path)
-        if checkpoint.optimizer is None:
-            raise ValueError(f"{path} holds no optimizer state")
-        shapes = {name: (tuple(value.shape), value.dtype) for name, value in checkpoint.model.items()}
-        cls = REGISTRY[checkpoint.config.optimizer].__name__
-        found = of_state_dict(checkpoint.optimizer, cls, shapes, named=True)
-        return _confirmed(found, cls_name, path), checkpoint.model
-    weights = weights_in(content)
+    weights, cls = weights_in(content), class_in(content)
+    if cls and (fault := damage(path)):
+        raise ValueError(f"damaged checkpoint {path}: {fault}; use another checkpoint")
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if isinstance(content, dict) and "param_groups" not in content and isinstance(content.get(key), dict):
             content = content[key]
     if isinstance(content, dict) and content and all(str(k).startswith(("state.", "param_groups.")) for k in content):
         content = _nested(content)
+    if cls and "param_groups" not in content:
+        raise ValueError(f"{path} holds no optimizer state")
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
     packed = content if isinstance(content, dict) else {}
-    return of_state_dict(packed, cls_name and _class(cls_name), shapes, named=True, source=str(path)), weights
+    found = of_state_dict(packed, cls or (cls_name and _class(cls_name)), shapes, named=True, source=str(path))
+    return (_confirmed(found, cls_name, path) if cls else found), weights
 
 
 def _confirmed(found: Snapshot, name: str | None, path: Path) -> Snapshot:

@@ -13,9 +13,9 @@ from daypack.checkpoint import foreign, moments
 from daypack.checkpoint.moments import Numbers, StoredMoment
 from daypack.checkpoint.snapshot import Coded, ParamState, Snapshot, Stored
 from daypack.formats.base import ComponentSpec
+from daypack.formats.low_rank import Projection
 from daypack.geometry import Geometry, geometry
 from daypack.optim import validate
-from daypack.projection import Projection
 from daypack.rules.base import Rule
 
 #: The largest second moment so far, as torch's ``amsgrad`` keeps it.

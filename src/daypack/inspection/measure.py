@@ -23,6 +23,7 @@ from daypack.inspection.sources import Opened, open_state
 from daypack.inspection.survey import survey
 from daypack.optim import validate
 from daypack.optim.options import plain_name
+from daypack.optim.size import value_bytes
 
 
 def inspect_state(
@@ -41,7 +42,7 @@ def inspect_state(
             itself. With them updates are compared with weights.
         match: patterns of names (``*`` stands for any text); only parameters that one matches are measured.
         optimizer: the optimizer that saved the state, where the state does not tell.
-        pictures: measure what `daypack.reports.inspection_page` draws too.
+        pictures: measure what `daypack.inspection.page` draws too.
 
     Returns:
         One `ParamStats` for each parameter. Nothing in ``source`` is changed.
@@ -108,13 +109,8 @@ def _components(form: Form, seen: set[int]) -> dict[str, int]:
 
     bitsandbytes shares one map among all parameters: ``seen`` holds the maps that were counted.
     """
-    sizes = {key: 8 for key, value in form.state.items() if isinstance(value, (int, float))}
-    for key, tensor in form.tensors().items():
-        place = tensor.untyped_storage().data_ptr()
-        sizes[key] = 0 if key.endswith("_levels") and place in seen else tensor.numel() * tensor.element_size()
-        if key.endswith("_levels"):
-            seen.add(place)
-    return sizes
+    values = {key: value for key, value in form.state.items() if isinstance(value, (int, float))} | form.tensors()
+    return {key: value_bytes(value, seen if key.endswith("_levels") else set()) for key, value in values.items()}
 
 
 def _moment(form: Form, moment: str, pictures: bool) -> MomentStats:

@@ -21,7 +21,7 @@ from daypack.geometry import Chunk, accumulator, chunks, read, write_
 from daypack.kernels.backend import Mask
 from daypack.kernels.layouts import Layouts
 from daypack.param import ParamStep
-from daypack.projection import Projection, stepped
+from daypack.projection import refresh_, stand_in, stepped, write_back_
 from daypack.rules.base import Elements, Hyper, Moment, Norms
 
 
@@ -95,7 +95,7 @@ def apply(item: ParamStep, squares: Tensor | None = None) -> None:
     """
     plan = item.plan
     if plan.projection:
-        _apply_projected(item, plan.projection)
+        _apply_projected(item)
         return
     hyper, norms = item.hyper(item.steps), None
     if squares is not None:
@@ -180,20 +180,19 @@ def measure(item: ParamStep) -> Tensor:
 
 def refresh_basis(item: ParamStep) -> None:
     """Take a new basis from the gradient if the old one has served its time and the gradient is not all zeros."""
-    projection = item.plan.projection
-    if projection and item.state["basis_left"] == 0 and not item.is_zero():
-        projection.refresh_(item)
+    if item.plan.projection and item.state["basis_left"] == 0 and not item.is_zero():
+        refresh_(item)
 
 
-def _apply_projected(item: ParamStep, projection: Projection) -> None:
+def _apply_projected(item: ParamStep) -> None:
     """Step a low-rank stand-in of the parameter, and bring where it went back to the parameter."""
     # An all-zero gradient has no directions to offer, and does not use the basis up.
     served = not item.is_zero()
-    low = stepped(item) if served else projection.stand_in(item)
+    low = stepped(item) if served else stand_in(item)
     observe(low)
     combine(low)
     apply(low, measure(low) if low.plan.measures else None)
-    projection.write_back_(item, low.param)
+    write_back_(item, low)
     if served:
         item.state["basis_left"].sub_(1).clamp_(min=0)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from daypack.formats.low_rank import project
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.inner import Inner, inner_names, optimizer_of
 from daypack.optim.options import (
@@ -21,7 +22,6 @@ from daypack.optim.options import (
     check_positive,
 )
 from daypack.param import ParamPlan
-from daypack.projection import project
 
 #: Options of GaLore that the inner optimizer takes over where it has them.
 SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")

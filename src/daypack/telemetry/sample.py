@@ -18,9 +18,9 @@ from daypack.formats.base import State, StateFormat
 from daypack.geometry import Chunk, Geometry, accumulator, read
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import Group, param_name
+from daypack.optim.size import value_bytes
 from daypack.optim.state_dict import part_of
 from daypack.param import ParamPlan
-from daypack.planner.report import value_bytes
 from daypack.rules.base import Elements, Moment
 
 #: Elements of each parameter whose movement is measured.
