@@ -308,7 +308,7 @@ def _shapes_of(
     """
     assert isinstance(optimizer, CompressedOptimizer)
     plan = optimizer.plan(torch.Size(entry.shape), entry.dtype, {**optimizer.defaults, **options}, name)
-    rule = optimizer.rule_name({**optimizer.defaults, **options})
+    rule = optimizer.main_rule({**optimizer.defaults, **options}).name
     if options.get("rule", rule) != rule:
         raise ValueError(f"the group of parameter {name} was updated by {options['rule']}, not by {rule}")
     return {"step": (), **{key: spec.shape for key, spec in plan.specs(entry.shape, entry.dtype, saved=True).items()}}

@@ -16,13 +16,16 @@ from torch.optim import Optimizer
 from daypack import sharding
 from daypack.formats.base import State
 from daypack.kernels import dispatch
+from daypack.kernels.backend import Mask
 from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
+from daypack.optim.admission import admit
 from daypack.optim.calibrate import Calibration
 from daypack.optim.exchange import Exchange
 from daypack.optim.options import Group, check_gradient, check_param, check_spill_dir, param_name
 from daypack.param import ParamPlan, ParamStep
 from daypack.placement.schedule import Placements
+from daypack.rules.base import Rule
 
 #: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
 _STEPS_BEFORE_IDLE_WARNING = 10
@@ -62,9 +65,9 @@ class CompressedOptimizer(Optimizer):
         plan = self.plan_partition if sharding.is_bare_partition(param) else self.plan
         return plan(param.shape, param.dtype, group, name)
 
-    def rule_name(self, group: Group) -> str:
-        """The name of the rule that steps the parameters of ``group``, or most of them."""
-        return self.plan(torch.Size((0,)), torch.float32, group, "").rule.name
+    def main_rule(self, group: Group) -> Rule:
+        """The rule that steps the parameters of ``group``, or most of them."""
+        return self.plan(torch.Size((0,)), torch.float32, group, "").rule
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
         """What to tell the user about a parameter whose state is about to be created; None: nothing is unexpected."""
@@ -117,7 +120,7 @@ class CompressedOptimizer(Optimizer):
                     self.plan(p.shape, p.dtype, options, str(name))
         super().add_param_group(param_group)
         # Saved with the group: state that has the same layout under another rule is not taken for this one's.
-        param_group["rule"] = self.rule_name(param_group)
+        param_group["rule"] = self.main_rule(param_group).name
 
     def _params(self) -> Iterator[tuple[Group, str, Tensor]]:
         """Group, name and tensor of every parameter. Read anew at each step: wrappers replace what groups hold."""
@@ -151,9 +154,9 @@ class CompressedOptimizer(Optimizer):
             return loss
         work = self._collect()
         if work.settled and not away and not self._decides_between_passes():
-            self._admit(work.items, work.step())
+            self._admit(work, work.step())
             return loss
-        admitted = self._admit(work.items, np.isfinite(work.observe()))
+        admitted = self._admit(work, np.isfinite(work.observe()))
         if not work.settled and self._settle(work, admitted):
             work.observe()
         if away:
@@ -181,12 +184,12 @@ class CompressedOptimizer(Optimizer):
         except ValueError as problem:
             error = problem
 
-        def observe() -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        def observe() -> tuple[NDArray[np.float64], Mask]:
             return exchange.first(work, work.observe() if work else np.zeros(0), self._unsure, error)
 
         totals, present = observe()
         assert work is not None  # else the exchange has raised
-        admitted = self._admit(work.items, np.isfinite(totals), present)
+        admitted = self._admit(work, np.isfinite(totals), present)
         if self._settle(work, admitted):
             observe()
         if self._placements.away(self.param_groups):
@@ -194,13 +197,19 @@ class CompressedOptimizer(Optimizer):
         else:
             work.apply(admitted, add_up=lambda squares: exchange.second(squares, work.items))
 
+    def _admit(self, work: Work, finite: Mask, present: Mask | None = None) -> Mask:
+        return admit(work.items, finite, self.skipped, self._any_rate_is_zero(), present)
+
+    def _any_rate_is_zero(self) -> bool:
+        return any(float(group["lr"]) == 0 for group in self.param_groups)
+
     def _unsure(self, item: ParamStep) -> bool:
         """Whether it matters that the item's gradient may be all zeros."""
         return item.steps == 0 or not self._calibration.is_done(item)
 
     def _decides_between_passes(self) -> bool:
         """Whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
-        return any(group["nonfinite"] == "raise" or float(group["lr"]) == 0 for group in self.param_groups)
+        return self._any_rate_is_zero() or any(group["nonfinite"] == "raise" for group in self.param_groups)
 
     def _collect(self) -> Work:
         """The parameters with a gradient, after every option and every gradient was checked.
@@ -259,34 +268,6 @@ class CompressedOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _admit(
-        self, items: list[ParamStep], finite: NDArray[np.bool_], present: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.bool_]:
-        """Which parameters are stepped: not those whose gradients are not finite, and not the zero-gradient probe.
-
-        The probe is how torch.distributed.checkpoint has state created: a step with lr 0 on all-zero gradients of
-        parameters that were never stepped. lr 0 alone is a warm-up, a zero gradient alone is LoRA.
-        """
-        for i in np.flatnonzero(~finite):
-            self._refuse(items[i])
-        finite = finite if present is None else finite & present
-        if not any(float(group["lr"]) == 0 for group in self.param_groups):
-            return finite
-        probed = [float(x.group["lr"]) == 0 and x.steps == 0 and x.is_zero() for x in items]
-        kept: NDArray[np.bool_] = finite & ~np.array(probed, bool)
-        return kept
-
-    def _refuse(self, item: ParamStep) -> None:
-        problem = f"the gradient of parameter {item.name} is not finite, or its norm is beyond fp32 (1.8e19)"
-        if item.group["nonfinite"] == "raise":
-            raise ValueError(f"{problem}; nothing was updated (nonfinite='skip' passes over such parameters)")
-        self.skipped[item.name] += 1
-        if self.skipped[item.name] == 1:
-            warnings.warn(
-                f"{problem}; it is passed over with its state. Counted in optimizer.skipped, not warned of again",
-                stacklevel=4,
-            )
-
     @torch.no_grad()
     def materialize_state(self) -> None:
         """Create the state of every trainable parameter that has none: zeros, step 0 (never stepped). No step is taken.
@@ -309,7 +290,7 @@ class CompressedOptimizer(Optimizer):
             if caveat:
                 warnings.warn(f"{type(self).__name__} {caveat}: {', '.join(names)}", stacklevel=3)
 
-    def _settle(self, work: Work, admitted: NDArray[np.bool_]) -> bool:
+    def _settle(self, work: Work, admitted: Mask) -> bool:
         """What first steps need: state, and what is learned from gradients.
 
         Returns:

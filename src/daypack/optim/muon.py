@@ -31,6 +31,7 @@ from daypack.optim.options import (
     plain_name,
 )
 from daypack.param import ParamPlan
+from daypack.rules.base import Rule
 from daypack.rules.muon import MUON
 
 #: Options that the optimizer beside Muon takes over.
@@ -168,8 +169,8 @@ class Muon(CompressedOptimizer):
         """What the optimizer beside plans for a flat piece."""
         return _beside(group).plan(shape, dtype, group, name, flat=True)
 
-    def rule_name(self, group: Group) -> str:
-        return MUON.name
+    def main_rule(self, group: Group) -> Rule:
+        return MUON
 
 
 def _beside(group: Group, where: str = "a parameter group") -> Inner:

@@ -17,6 +17,7 @@ from daypack.formats.base import ComponentSpec, State
 from daypack.optim import validate
 from daypack.optim.options import Group, param_name, plain_name
 from daypack.param import ParamPlan
+from daypack.rules.base import PLAIN_MEANS
 
 if TYPE_CHECKING:
     from daypack.optim.base import CompressedOptimizer
@@ -124,6 +125,11 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
             f"{type(optimizer).__name__} decouples it (AdamW); load it into the optimizer that saved it"
         )
+    if not {"rule", "nonfinite"} & group.keys() and (odd := _peculiar(optimizer, live)):
+        raise ValueError(
+            f"parameter group {index} of the state_dict does not say which rule it was saved under, and {odd}; turn it "
+            "into this optimizer's with daypack.convert"
+        )
     group.setdefault("rule", live.get("rule"))
     foreign = [option for option in _DECAYS if option in group and option not in optimizer.defaults]
     if foreign:
@@ -143,6 +149,12 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
                 f"{live[option]!r}, because the state is stored that way",
                 stacklevel=4,
             )
+
+
+def _peculiar(optimizer: CompressedOptimizer, group: Group) -> str:
+    """What of the rule's moments no other rule's can be taken for; empty if they are plain means."""
+    odd = (moment for moment in optimizer.main_rule(group).moments if moment.meaning.of not in PLAIN_MEANS)
+    return next((f"{moment.name} must be a mean of {moment.meaning.of}" for moment in odd), "")
 
 
 def _frozen(value: Any) -> Any:
@@ -183,7 +195,7 @@ def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
     plan = optimizer.plan_of(param, group, name)
-    rule, cls = optimizer.rule_name(group), type(optimizer).__name__
+    rule, cls = optimizer.main_rule(group).name, type(optimizer).__name__
     if group["rule"] not in (None, rule):
         raise ValueError(
             f"the state of parameter {name} was saved under the rule {group['rule']!r}, {cls} steps by {rule!r}; load "

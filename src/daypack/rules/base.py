@@ -125,6 +125,10 @@ def bias_corrected(index: int) -> Scale:
     return lambda options, step: 1 / (1 - float(options["betas"][index]) ** step)
 
 
+#: What most rules average: state without the name of a rule is taken for this.
+PLAIN_MEANS = ("g", "g^2")
+
+
 @dataclass(frozen=True)
 class Meaning:
     """What a moment stands for. State is carried from rule to rule so that means of the same thing stay what they are.
