@@ -119,8 +119,15 @@ def kept_options(old: Mapping[str, Any], source: Snapshot, name: str, options: M
         shared = key in SHARED and key in new and isinstance(value, tuple) == isinstance(new[key].default, tuple)
         extra = key not in known and key not in new and key not in ("rule", "decoupled_weight_decay")
         if (shared or extra) and key not in options:
-            kept[key] = value
+            kept[key] = _as_long_as(new[key].default, value) if shared else value
     return kept
+
+
+def _as_long_as(default: Any, value: Any) -> Any:
+    """The first of ``value``'s numbers, as many as ``default`` has, and the default's own for what is missing."""
+    if not isinstance(value, tuple):
+        return value
+    return (*value[: len(default)], *default[len(value) :])
 
 
 @dataclass(frozen=True)
