@@ -67,7 +67,7 @@ class Adafactor(CompressedOptimizer):
     the root of the second moment alone, where torch also uses it (not squared) as the least mean of the row means,
     which makes gradients below 3e-4 look larger than they are; all arithmetic is fp32 and rounds once.
 
-    Flat partitions: a vector has no rows to share and no norm of the whole; see README.
+    Flat partitions: a vector has no rows to share and no norm of the whole; see docs/guide.md.
     """
 
     structural = ("beta1", "bits", "block_size")

@@ -80,7 +80,7 @@ class GaLore(CompressedOptimizer):
     Memory: a step holds two stand-ins of one parameter, its basis once more and half a MiB for each thread; a new
     basis takes about three matrices of ``min(rows, cols)^2`` fp64 numbers for the time of its decomposition.
 
-    Flat partitions have no rows and columns and are never projected; see README.
+    Flat partitions have no rows and columns and are never projected; see docs/guide.md.
     """
 
     structural = ("inner", "inner_options", "rank")

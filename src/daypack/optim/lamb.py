@@ -49,7 +49,7 @@ class LAMB(CompressedOptimizer):
     Differs from other versions: no clipping of the gradient's or the parameter's norm (the identity for phi), bias
     correction as in AdamW, and all parameters take the ratio unless their group says otherwise.
 
-    Flat partitions: their norms are not the parameters'; see README.
+    Flat partitions: their norms are not the parameters'; see docs/guide.md.
     """
 
     structural = ("bits", "second_moment", "block_size")
