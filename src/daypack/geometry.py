@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, prod
 
 import torch
@@ -42,39 +42,39 @@ class Geometry:
     def sharded(self) -> bool:
         return self.shape != self.whole
 
-    @property
+    @cached_property
     def origin(self) -> int:
         """Place of the first element in the whole parameter."""
         return self.start * prod(self.whole[1:])
 
-    @property
+    @cached_property
     def whole_rows(self) -> int:
         """Rows of a matrix on all ranks together."""
         return self.rows if self.batched or len(self.whole) < 2 else self.whole[0]
 
-    @property
+    @cached_property
     def matrices(self) -> int:
         return prod(self.shape[:-2]) if self.batched else 1
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.shape[-2] if self.batched else (self.shape[0] if len(self.shape) > 1 else 1)
 
-    @property
+    @cached_property
     def cols(self) -> int:
         return self.shape[-1] if self.batched else prod(self.shape[1:] if len(self.shape) > 1 else self.shape)
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a per-row tensor: it keeps the parameter's leading dims, so a shard of dim 0 is a shard of it."""
         return self.shape[:-1] if self.batched else self.shape[:1] if len(self.shape) > 1 else ()
 
-    @property
+    @cached_property
     def col_shape(self) -> tuple[int, ...]:
         """Shape of a per-column tensor."""
         return (*self.shape[:-2], self.cols) if self.batched else (self.cols,)
 
-    @property
+    @cached_property
     def view3(self) -> tuple[int, int, int]:
         return self.matrices, self.rows, self.cols
 

@@ -99,13 +99,13 @@ class Work:
         self._idle = idle
         chosen = [choose(item) for item in items]
         self.backends = [backend.name for backend in chosen]
-        self._batches: list[tuple[list[int], Batch]] = []
+        self._batches: list[tuple[NDArray[np.int64], Batch]] = []
         #: Parameters that a better backend refused for now: it may take them when a gradient changes.
         self._second_best = []
         for backend in BACKENDS:
             places = [i for i, each in enumerate(chosen) if each is backend]
             if places:
-                self._batches.append((places, backend.batch([items[i] for i in places])))
+                self._batches.append((np.array(places), backend.batch([items[i] for i in places])))
                 self._second_best += [(items[i], backend) for i in places if backend is not BACKENDS[0]]
         self.settled = False
 
@@ -134,7 +134,7 @@ class Work:
         """Per parameter the statistics that belong to all ranks, to be added up in place between the passes; 1-D."""
         found: list[list[Tensor]] = [[] for _ in self.items]
         for places, batch in self._batches:
-            for i, parts in zip(places, batch.shared_sums(), strict=True):
+            for i, parts in zip(places.tolist(), batch.shared_sums(), strict=True):
                 found[i] = parts
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -227,7 +228,11 @@ class Rule:
         Raises:
             KeyError: the rule has none.
         """
-        return next(moment for moment in self.moments if moment.name == name)
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Moment]:
+        return {moment.name: moment for moment in self.moments}
 
     def read(self, group: Options) -> Options:
         """The options of ``group`` as ``hyper`` reads them."""
