@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from daypack.checkpoint import header, values
+from daypack.checkpoint import header, json_values
 from daypack.checkpoint.atomic import write_whole
 from daypack.checkpoint.header import CHECKSUM_SPAN, Header, Part
 from daypack.checkpoint.snapshot import Snapshot, Stored
@@ -253,7 +253,7 @@ def _tensors(files: list[_File]) -> Iterator[tuple[str, Stored]]:
         yield name, files[0].stored(name)
     for name, (dtype, shape) in split.items():
         pieces = [(*file.head.rows[name], file.stored(name)) for file in files if name in file.head.rows]
-        yield name, _joined(name, values.dtype_of(dtype), tuple(map(int, shape)), sorted(pieces, key=_span))
+        yield name, _joined(name, json_values.dtype_of(dtype), tuple(map(int, shape)), sorted(pieces, key=_span))
 
 
 def _span(piece: tuple[int, int, Stored]) -> tuple[int, int]:

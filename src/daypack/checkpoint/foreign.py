@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from daypack.checkpoint import file as files
 from daypack.checkpoint import libraries, moments, snapshot
-from daypack.checkpoint.content import class_in, damage, is_safetensors, torch_load, weights_in
-from daypack.checkpoint.live import torch_class
 from daypack.checkpoint.moments import PLAIN, Storage
+from daypack.checkpoint.save_load import torch_class
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
+from daypack.checkpoint.torch_files import class_in, damage, is_safetensors, torch_load, weights_in
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
 

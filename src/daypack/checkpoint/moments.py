@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from daypack.checkpoint.live import torch_class
+from daypack.checkpoint.save_load import torch_class
 from daypack.checkpoint.snapshot import Stored, Value
 from daypack.formats.base import StateFormat
 from daypack.formats.dense import Dense

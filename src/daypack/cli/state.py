@@ -12,7 +12,7 @@ import typer
 from torch import nn
 
 import daypack
-from daypack.checkpoint import conversion, foreign, growth, save_file
+from daypack.checkpoint import changed_model, conversion, foreign, save_file
 from daypack.checkpoint.report import Report
 from daypack.checkpoint.shards import consolidate as join_shards
 from daypack.checkpoint.shards import split as split_file
@@ -149,7 +149,7 @@ def transplant(
     _require_new(out)
     old = foreign.read(checkpoint, source)
     new = _over(old, module, to or _name(old.optimizer), renames, options)
-    report = growth.transplant(old, new, renames, changed)
+    report = changed_model.transplant(old, new, renames, changed)
     save_file(new, out)
     _show(report, table, out)
 
@@ -242,7 +242,9 @@ def _model(text: str) -> nn.Module:
 def _over(old: Snapshot, model: nn.Module, name: str, rename: dict[str, str], options: dict[str, Any]) -> Any:
     """A fresh optimizer for the shapes of ``model``, in groups with the options that most of their members had."""
     before = {
-        growth.renamed(member, rename): index for index, (_, members) in enumerate(old.groups) for member in members
+        changed_model.renamed(member, rename): index
+        for index, (_, members) in enumerate(old.groups)
+        for member in members
     }
     groups: list[tuple[dict[str, Any], tuple[str, ...]]] = []
     params: dict[str, ParamState] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from daypack.checkpoint.snapshot import Coded
 from daypack.formats.base import Codes
 from daypack.geometry import Chunk, Geometry, blocked, chunks, geometry
-from daypack.inspection.survey import Pool
+from daypack.inspection.summary import Pool
 
 
 @dataclass(frozen=True)

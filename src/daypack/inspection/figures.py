@@ -15,7 +15,7 @@ from matplotlib.image import imsave
 from torch import Tensor
 
 from daypack.inspection.result import ParamStats, Picture
-from daypack.inspection.survey import EDGES
+from daypack.inspection.summary import EDGES
 from daypack.presentation.figure import Theme, style
 
 #: Names of the moments for people: of the second one the root is drawn.

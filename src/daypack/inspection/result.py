@@ -21,7 +21,7 @@ class Picture:
     """What the page draws of a moment; for the second moment, of its root.
 
     Attributes:
-        histogram: counts of ``log10 |x|`` over the edges `daypack.inspection.survey.EDGES`, int64.
+        histogram: counts of ``log10 |x|`` over the edges `daypack.inspection.summary.EDGES`, int64.
         grid: mean ``|x|`` over cells of the parameter's matrix, fp64 ``[R, C]``; None for one row.
         scales: mean scale over cells of blocks, fp64 ``[R, C]``; None without blocks.
         levels: the codebook, fp32 ``[256]``; None without codes.

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack.checkpoint import foreign, snapshot
-from daypack.checkpoint.content import read_weights
 from daypack.checkpoint.file import whole_of
 from daypack.checkpoint.snapshot import Snapshot
+from daypack.checkpoint.torch_files import read_weights
 from daypack.optim.options import plain_name
 
 #: What the folder of a training run calls its checkpoint, and a distributed checkpoint its index.

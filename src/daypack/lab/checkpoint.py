@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from daypack.checkpoint.atomic import write_whole
-from daypack.checkpoint.content import OPTIMIZER_CLASS, damage
+from daypack.checkpoint.torch_files import OPTIMIZER_CLASS, damage
 from daypack.lab.config import TrainConfig
 from daypack.lab.loop import Job
 from daypack.lab.parallel import gathered, scatter_, scattered

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from daypack.planner.live import LiveTensors
+from daypack.planner.live_tensors import LiveTensors
 from daypack.planner.model import Inputs, ModelSpec, copied
 from daypack.planner.pretrained import quiet
 from daypack.planner.substitutes import substitutes

@@ -24,7 +24,7 @@ from daypack.optim.options import param_name
 from daypack.optim.registry import REGISTRY, create
 from daypack.optim.state_dict import STEP
 from daypack.param import ParamPlan
-from daypack.planner.live import LiveTensors
+from daypack.planner.live_tensors import LiveTensors
 from daypack.planner.model import ParamSpec
 from daypack.rules.base import PLAIN_MEANS
 
