@@ -12,7 +12,7 @@ from daypack.param import ParamStep
 
 
 def stepped(item: ParamStep) -> ParamStep:
-    """What the rule steps: ``item`` itself, or its stand-in, after the basis was taken from its gradient if due."""
+    """Return what the rule steps: ``item`` itself, or its stand-in, after the basis was taken from its gradient if due."""
     if item.plan.projection is None:
         return item
     refresh_(item)
@@ -37,7 +37,7 @@ def refresh_(item: ParamStep) -> None:
 
 
 def stand_in(item: ParamStep) -> ParamStep:
-    """The low-rank parameter to step in place of ``item``'s, zeros, with its gradient; it does not decay."""
+    """Return the low-rank parameter to step in place of ``item``'s, zeros, with its gradient; it does not decay."""
     projection, real = item.plan.projection, accumulator(item.param.dtype)
     assert projection is not None
     param = torch.zeros(projection.low, dtype=real, device=item.param.device)

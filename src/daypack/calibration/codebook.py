@@ -26,7 +26,7 @@ Array = NDArray[np.float64]
 
 
 def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
-    """Counts of ``grad / absmax of its block`` in bins over [-1, 1]; exact zeros do not count. int64 ``[BINS]``."""
+    """Count ``grad / absmax of its block`` in bins over [-1, 1], exact zeros left out. Returns int64 ``[BINS]``."""
     block = min(block_size, view.cols)
     counts = torch.zeros(BINS, dtype=torch.int64, device=grad.device)
     for chunk in chunks(view, align=block):
@@ -40,7 +40,8 @@ def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def gaussian_prior(block_size: int) -> Array:
-    """Distribution over the bins of a Gaussian element divided by the absmax of its block; sums to 1 - 1/block_size.
+    """Return the distribution over the bins of a Gaussian element divided by its block's absmax; sums to 1 -
+    1/block_size.
 
     Given the block's absmax M the other elements are Gaussians cut off at M; M's own density is that of the largest of
     ``block_size`` magnitudes. The element that is the absmax falls on a pinned level and needs no count.
@@ -59,7 +60,7 @@ def gaussian_prior(block_size: int) -> Array:
 
 
 def learn(counts: Tensor, block_size: int, solve: Callable[[Array, int], Array] | None = None) -> Tensor:
-    """The codebook for a histogram of normalised first gradients: fp32 ``[LEVELS]`` on the CPU, rising from -1 to 1.
+    """Return the codebook for a histogram of normalised first gradients: fp32 ``[LEVELS]`` on the CPU, from -1 up to 1.
 
     Args:
         solve: `optimal_levels`, or a faster function that returns the same.
@@ -69,12 +70,15 @@ def learn(counts: Tensor, block_size: int, solve: Callable[[Array, int], Array] 
 
 
 def on_grid(levels: Array) -> Tensor:
-    """``levels`` as multiples of 1 / `GRID`, fp32. `MIN_GAP` is a whole number of steps: levels keep that distance."""
+    """Round ``levels`` to multiples of 1 / `GRID`, fp32. `MIN_GAP` is a whole number of these, so levels keep that
+    distance.
+    """
     return torch.from_numpy(np.round(levels * GRID) / GRID).to(torch.float32)
 
 
 def optimal_levels(weights: Array, levels: int) -> Array:
-    """The ``levels`` values in [-1, 1], -1, 0 and 1 among them, with the least weighted squared error. fp64, rising.
+    """Return the ``levels`` values in [-1, 1] with the least weighted squared error, -1, 0 and 1 among them; fp64,
+    rising.
 
     Args:
         weights: non-negative, one per bin of equal width over [-1, 1]; an even number of bins. A bin counts as if all
@@ -97,7 +101,9 @@ def optimal_levels(weights: Array, levels: int) -> Array:
 
 
 def with_pinned(values: Array, levels: int) -> Array:
-    """The free levels ``values`` and -1, 0 and 1, rising, filled up to ``levels`` where some were left over."""
+    """Join the free levels ``values`` with -1, 0 and 1, in rising order, and fill up to ``levels`` where some are left
+    over.
+    """
     return _fill(np.unique(np.concatenate([np.array([-1.0, 0.0, 1.0]), values])), levels)
 
 
@@ -113,13 +119,15 @@ class _Halves:
         self.size = self.bins + 1
 
     def _cost(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Array:
-        """Squared error of bins [start, stop) around their own mean; flat positions into `prefix`."""
+        """Return the squared error of bins [start, stop) around their own mean. Positions are flat indices into
+        `prefix`.
+        """
         w, x, xx = self.prefix[:, stop] - self.prefix[:, start]
         cost: Array = np.maximum(xx - x * x / np.maximum(w, 1e-300), 0.0)
         return cost
 
     def solve(self, free: int) -> tuple[Array, NDArray[np.int16], NDArray[np.int64]]:
-        """Least error with 0..free levels between the two fixed ones.
+        """Find the least error for every number of levels, 0 to ``free``, between the two fixed ones.
 
         Returns:
             errors ``[2, free + 1]``; for layer k and position j the start of the last free segment,
@@ -142,7 +150,7 @@ class _Halves:
         return errors, boundaries, last
 
     def _layer(self, best: Array, plan: list[NDArray[np.int64]]) -> tuple[Array, NDArray[np.int64]]:
-        """``new[j] = min over i <= j of best[i] + cost(i, j)``, and the minimising i; both ``[2, N + 1]``."""
+        """Return ``new[j] = min over i <= j of best[i] + cost(i, j)`` and the minimising i, both ``[2, N + 1]``."""
         n = self.size
         flat = best.reshape(-1)
         new = np.zeros(2 * n)
@@ -167,7 +175,9 @@ class _Halves:
         return new.reshape(2, n), arg.reshape(2, n)
 
     def levels(self, side: int, count: int, boundaries: NDArray[np.int16], last: NDArray[np.int64]) -> Array:
-        """The ``count`` free levels of one half, from 0 outwards: the means of their segments; empty ones left out."""
+        """Return the ``count`` free levels of one half, from 0 outwards: the means of their segments. Empty segments
+        give none.
+        """
         stop, values = int(last[count, side]), []
         for k in range(count - 1, -1, -1):
             start = int(boundaries[k, side, stop])
@@ -179,7 +189,7 @@ class _Halves:
 
 
 def _passes(bins: int) -> list[NDArray[np.int64]]:
-    """Positions 1..bins in an order where both neighbours at the pass's distance are known before each position."""
+    """Return positions 1..bins in passes, such that both neighbours of each position come in an earlier pass."""
     passes = [np.array([bins])]
     step = 1 << (bins - 1).bit_length() - 1
     while step:

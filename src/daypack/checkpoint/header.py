@@ -82,17 +82,17 @@ class Header:
 
 
 def runs(nbytes: int) -> int:
-    """Checksums of a tensor of so many bytes."""
+    """Return the number of checksums of a tensor of ``nbytes`` bytes."""
     return ceil(nbytes / CHECKSUM_SPAN)
 
 
 def seed(name: str, dtype: torch.dtype, shape: tuple[int, ...], run: int) -> int:
-    """What a run's checksum starts from: a tensor under another name, dtype or shape does not match either."""
+    """Return the start value of a run's checksum, so that a tensor under another name, dtype or shape does not match."""
     return zlib.crc32(f"{name} {json_values.name_of(dtype)} {list(shape)} {run}".encode())
 
 
 def describe(snapshot: Snapshot, count: int) -> tuple[dict[str, Any], list[Part]]:
-    """What all shards say alike, and the tensors of one of ``count`` (whole ones go to the first), in order."""
+    """Return what all shards state alike, and the tensors of one of ``count`` in order (whole ones go to the first)."""
     known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str] = {}
     params: dict[str, Any] = {}
     parts: list[Part] = []
@@ -134,7 +134,7 @@ def describe(snapshot: Snapshot, count: int) -> tuple[dict[str, Any], list[Part]
 
 
 def _shared(known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str], tensor: str, value: Stored) -> str:
-    """The name that a tensor is stored under: its own, or that of an equal one before it."""
+    """Return the name that a tensor is stored under: its own, or that of an equal tensor before it."""
     if value.follows or value.nbytes > SHARED_BYTES:
         return tensor
     content = value.whole().cpu().contiguous().view(torch.uint8).numpy().tobytes()
@@ -142,7 +142,7 @@ def _shared(known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str], tensor
 
 
 def parse(metadata: Mapping[str, str] | None) -> Header:
-    """The header of a file with tensors, its structure checked.
+    """Return the header of a file with tensors, after checking its structure.
 
     Raises:
         ValueError: not one of these files, of another version, or damaged.
@@ -160,7 +160,7 @@ def parse(metadata: Mapping[str, str] | None) -> Header:
 
 
 def listed(metadata: Mapping[str, str] | None) -> list[str] | None:
-    """The names of the shards that an index lists; None for a file with tensors of its own.
+    """Return the names of the shards that an index lists; None for a file with tensors of its own.
 
     Raises:
         ValueError, Malformed: as `parse`.
@@ -172,7 +172,7 @@ def listed(metadata: Mapping[str, str] | None) -> list[str] | None:
 
 
 def index(names: Sequence[str]) -> dict[str, str]:
-    """The metadata of an index of shards."""
+    """Return the metadata of an index of shards."""
     text = json.dumps({"format": FORMAT, "version": VERSION, "shards": list(names)}, separators=(",", ":"))
     return {HEADER: text, CHECKSUM: checksum(text)}
 
@@ -196,7 +196,7 @@ def checksum(text: str) -> str:
 
 
 def snapshot_of(common: Mapping[str, Any], find: Mapping[str, Stored]) -> Snapshot:
-    """The state that a header describes; ``find`` has its tensors by name.
+    """Return the state that a header describes; ``find`` has its tensors by name.
 
     Raises:
         ValueError: the header contradicts itself, or lacks a tensor.

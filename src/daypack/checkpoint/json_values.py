@@ -23,7 +23,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of `name_of`, for whatever dtype a parameter may have."""
+    """Return the dtype that `name_of` wrote, whatever dtype it is."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r:.40}")
@@ -31,7 +31,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def encode(value: Any, what: str) -> Any:
-    """``value`` in JSON; objects with one key stand for what JSON has no word for.
+    """Return ``value`` as JSON; an object with one key stands for what JSON has no type for.
 
     Raises:
         ValueError: ``value`` is none of a number, bool, string, None, 0-dim tensor, or a list, tuple or dict of these.
@@ -52,7 +52,7 @@ def encode(value: Any, what: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`.
+    """Invert `encode`.
 
     Raises:
         ValueError: not what `encode` returns.

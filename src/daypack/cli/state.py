@@ -218,7 +218,7 @@ def _name(cls_name: str) -> str:
 
 
 def _model(text: str) -> nn.Module:
-    """The model that ``text`` names."""
+    """Return the model that ``text`` names."""
     if ":" not in text:
         name, *changes = text.split(",")
         fields = {key: _value(value) for key, value in _pairs(changes, "NEW_MODEL")}
@@ -240,7 +240,7 @@ def _model(text: str) -> nn.Module:
 
 
 def _over(old: Snapshot, model: nn.Module, name: str, rename: dict[str, str], options: dict[str, Any]) -> Any:
-    """A fresh optimizer for the shapes of ``model``, in groups with the options that most of their members had."""
+    """Build an optimizer for the shapes of ``model``, grouped by the old groups that its parameters were in."""
     before = {
         changed_model.renamed(member, rename): index
         for index, (_, members) in enumerate(old.groups)

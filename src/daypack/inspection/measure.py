@@ -97,7 +97,7 @@ def _param(name: str, form: Form, opened: Opened, seen: set[int], pictures: bool
 
 
 def _nonfinite(value: Tensor) -> int:
-    """Elements that are NaN or infinite."""
+    """Count the elements that are NaN or infinite."""
     if not value.is_floating_point():
         return 0
     eight = value.element_size() == 1  # torch does not ask 8-bit floats
@@ -105,7 +105,7 @@ def _nonfinite(value: Tensor) -> int:
 
 
 def _components(form: Form, seen: set[int]) -> dict[str, int]:
-    """Bytes by state key, as `daypack.state_report` counts them in a live optimizer; 8 for a plain number.
+    """Return bytes by state key, counted as in `daypack.state_report`; 8 for a plain number.
 
     bitsandbytes shares one map among all parameters: ``seen`` holds the maps that were counted.
     """
@@ -139,7 +139,7 @@ def _moment(form: Form, moment: str, pictures: bool) -> MomentStats:
 
 
 def _plain_norm(form: Form, moment: str, norm: float) -> float:
-    """The norm of a moment itself; ``norm`` is that of the root of a mean of squares."""
+    """Return the norm of the moment itself; ``norm`` is that of the root of a mean of squares."""
     if not form.kept[moment].moment.squares:
         return norm
     return summarise(form.numbers(moment), False, False).norm
@@ -161,7 +161,7 @@ def _with_codes(result: MomentStats, stored: Codes, norm: float, picture: Pictur
 
 
 def _rounding(stored: Tensor) -> float:
-    """Expected RMS of rounding to a 16-bit type, relative to the RMS of what is stored; 0 for wider types.
+    """Return the expected RMS error of rounding to a 16-bit type, relative to the RMS of the values; 0 for wider types.
 
     A number is off by up to half a unit in its last place, either way: ``ulp^2 / 12`` in the mean.
     """
@@ -176,7 +176,7 @@ def _rounding(stored: Tensor) -> float:
 
 
 def _faults(form: Form, nonfinite: Mapping[str, int]) -> list[str]:
-    """What the formats find wrong with stored values, beside those that are not finite."""
+    """Return what the formats find wrong with stored values, apart from those that are not finite."""
     kept = [(at.moment, at.key, at.form) for at in form.kept.values()]
     found = validate.damage(kept, form.state, form.view)
     return [text for text in found if not any(text.startswith(key) for key in nonfinite)]

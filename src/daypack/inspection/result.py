@@ -228,7 +228,7 @@ class StateInspection:
         return "\n".join([*lines, *self.notes, *(f"{w.param}: {w.kind}: {w.text}" for w in self.warnings)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values; numbers that are not finite as None."""
+        """Return everything as JSON values; numbers that are not finite become None."""
         plain = ("params", "of")
         return {
             **{key: jsonable(getattr(self, key)) for key in _names(self) if key not in plain},
@@ -261,7 +261,7 @@ def total_dict(total: Total) -> dict[str, Any]:
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` with lists for tuples, None for what is not finite, and text for what JSON has no word for."""
+    """Return ``value`` with tuples as lists, numbers that are not finite as None, and other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

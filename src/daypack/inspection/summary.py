@@ -54,7 +54,7 @@ def summarise(source: Numbers, root: bool, pictured: bool) -> Summary:
 
 
 def _counts(x: Tensor) -> Tensor:
-    """Counts of ``log10 x`` for ``x > 0`` between the edges."""
+    """Count ``log10 x`` of all ``x > 0`` between the edges."""
     places = ((x[x > 0].log10() - LOWEST) * PARTS).floor().long().clamp_(0, len(EDGES) - 2)
     return places.bincount(minlength=len(EDGES) - 1)
 

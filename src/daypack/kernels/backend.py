@@ -43,13 +43,15 @@ class Batch(Protocol):
         """Take in state that was created or laid out anew."""
 
     def observe(self) -> NDArray[np.float64]:
-        """First pass over every gradient: statistics, and the sum of g^2 of each. Writes nothing else.
+        """Return first pass over every gradient: statistics, and the sum of g^2 of each. Writes nothing else.
 
         A sum is not finite if the gradient is not, or if a statistic of it would overflow.
         """
 
     def shared_sums(self) -> list[list[Tensor]]:
-        """For each parameter the statistics that belong to all ranks, to be added up in place after `observe`; 1-D."""
+        """Return for each parameter the statistics that belong to all ranks, to be added up in place after `observe`;
+        1-D.
+        """
 
     def check(self, active: Mask) -> None:
         """Raise ValueError if a parameter of ``active`` cannot be stepped, as `apply` would. Changes nothing."""
@@ -67,7 +69,7 @@ class Batch(Protocol):
         """
 
     def step(self) -> Mask:
-        """All of the above at once, over every gradient that is finite; which ones are."""
+        """Return all of the above at once, over every gradient that is finite; which ones are."""
 
 
 class Backend(Protocol):
@@ -82,13 +84,13 @@ class Backend(Protocol):
     fused: ClassVar[bool]
 
     def about(self) -> str | None:
-        """What it runs on here, such as an instruction set; None if it cannot run here."""
+        """Return what it runs on here, such as an instruction set; None if it cannot run here."""
 
     def refusal(self, item: ParamStep) -> str | None:
-        """Why it cannot step a parameter, in words that follow "but"; None if it can."""
+        """Return why it cannot step a parameter, in words that follow "but"; None if it can."""
 
     def batch(self, items: list[ParamStep]) -> Batch:
-        """A batch of parameters that it does not refuse."""
+        """Return a batch of parameters that it does not refuse."""
 
     def tools(self, grad: Tensor) -> Tools | None:
-        """Its functions for calibration from a gradient; None if it has none for this one."""
+        """Return its functions for calibration from a gradient; None if it has none for this one."""

@@ -26,13 +26,13 @@ from daypack.rules.base import Elements, Hyper, Moment, Norms
 
 
 def _gradient(item: ParamStep, chunk: Chunk, hyper: Hyper) -> Tensor:
-    """A gradient chunk to read only, in the accumulator's dtype: it may be the gradient itself."""
+    """Return a gradient chunk to read only, in the accumulator's dtype: it may be the gradient itself."""
     g = read(item.grad, item.view, chunk).to(accumulator(item.param.dtype))
     return hyper.seen(g, _param(item, chunk) if hyper.coupled else g)
 
 
 def _param(item: ParamStep, chunk: Chunk) -> Tensor:
-    """A chunk of the parameter to read only."""
+    """Return a chunk of the parameter to read only."""
     return read(item.param, item.view, chunk).to(accumulator(item.param.dtype))
 
 
@@ -41,7 +41,7 @@ def _chunks(item: ParamStep) -> Iterator[Chunk]:
 
 
 def observe(item: ParamStep) -> Tensor:
-    """First pass: fill ``item.sums`` with the statistics of the gradient; write nothing else.
+    """Return first pass: fill ``item.sums`` with the statistics of the gradient; write nothing else.
 
     Returns:
         The sum of g^2, 0-dim. It is not finite if the gradient is not, or if a statistic of g^2 would overflow.
@@ -145,7 +145,7 @@ def _apply_whole(
 def _reader(
     item: ParamStep, hyper: Hyper, norms: Norms | None = None, observing: bool = False
 ) -> Callable[[Chunk], Elements]:
-    """What the rule sees of a chunk. Reading changes nothing, so a chunk may be read twice.
+    """Return what the rule sees of a chunk. Reading changes nothing, so a chunk may be read twice.
 
     Args:
         observing: statistics are of the step before.
@@ -166,7 +166,7 @@ def _reader(
 
 
 def measure(item: ParamStep) -> Tensor:
-    """Squares of the parameter and of what the rule measures, added up here: fp64 ``[2]``. A pass of its own."""
+    """Return squares of the parameter and of what the rule measures, added up here: fp64 ``[2]``. A pass of its own."""
     measured, hyper = item.plan.rule.measured, item.hyper(item.steps)
     squares = torch.zeros(2, dtype=torch.float64, device=item.param.device)
     elements = _reader(item, hyper)
@@ -260,7 +260,7 @@ class Batch:
 
 
 def _numbers(totals: list[Tensor]) -> NDArray[np.float64]:
-    """The value of each 0-dim tensor; one transfer from each device."""
+    """Return the value of each 0-dim tensor; one transfer from each device."""
     result = np.zeros(len(totals))
     for device in {total.device for total in totals}:
         here = [i for i, total in enumerate(totals) if total.device == device]

@@ -148,7 +148,7 @@ def resume(checkpoint: Checkpoint, config: TrainConfig | None = None, task: Task
 
 
 def _read(path: Path) -> Any:
-    """Unpickle `path` without running anything in it."""
+    """Return unpickle `path` without running anything in it."""
     try:
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a zip file, which torch.save writes")
@@ -176,7 +176,7 @@ def _load_weights(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def _sharded(job: Job, optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Shard tensors of a parameter's shape as the parameter is, which torch's own optimizers need."""
+    """Return shard tensors of a parameter's shape as the parameter is, which torch's own optimizers need."""
     params = [p for group in job.optimizer.param_groups for p in group["params"]]
     keys = [key for group in optimizer["param_groups"] for key in group["params"]]
     state = dict(optimizer["state"])

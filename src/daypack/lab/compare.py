@@ -91,7 +91,7 @@ class Summary:
 def grid(
     base: TrainConfig, optimizers: Sequence[str], seeds: int, lrs: Mapping[str, float] | None = None
 ) -> list[TrainConfig]:
-    """List the runs of a comparison: for each seed, every optimizer in turn.
+    """Return list the runs of a comparison: for each seed, every optimizer in turn.
 
     Args:
         base: what all runs share; its seed is the first one.

@@ -100,7 +100,7 @@ def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
 
 
 def _coloured(summaries: Sequence[Summary]) -> list[tuple[Summary, str, str]]:
-    """Pair each summary with its curve's colours."""
+    """Return pair each summary with its curve's colours."""
     count = len(LIGHT.lines)
     return [(summary, LIGHT.lines[i % count], DARK.lines[i % count]) for i, summary in enumerate(summaries)]
 
@@ -146,7 +146,7 @@ def _ratio(mean: Mean) -> str:
 
 
 def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:
-    """List the settings of the runs for people, a row for each `Option` that has one."""
+    """Return list the settings of the runs for people, a row for each `Option` that has one."""
     configs = [result.config for result in results]
     rows = {row[0]: row[1](configs) for entry in fields(TrainConfig) if (row := option_of(entry).row)}
     rows["model"] += f", {results[0].parameters:,} parameters"

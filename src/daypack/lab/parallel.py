@@ -109,7 +109,7 @@ def scatter_(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None
 
 
 def scattered(value: Any, like: Tensor) -> Any:
-    """Shard ``value`` as ``like`` is, if it is a tensor of the same shape; else return it as it is."""
+    """Return shard ``value`` as ``like`` is, if it is a tensor of the same shape; else return it as it is."""
     if not (is_distributed(like) and isinstance(value, Tensor) and value.shape == like.shape):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -118,11 +118,13 @@ class AdamMini(CompressedOptimizer):
         check_choice(group, "bits", (8, 32), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """The second moment that the parameter's rule says; a first moment in 8 bits where that takes fewer bytes."""
+        """Return the second moment that the parameter's rule says; a first moment in 8 bits where that takes fewer
+        bytes.
+        """
         return _plan(tuple(shape), dtype, group["bits"], self._choice(shape, group, name).rule, name)
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """One second moment per block of the flat piece: its parameters are not known."""
+        """Return one second moment per block of the flat piece: its parameters are not known."""
         return ParamPlan(ADAMW, (BlockQuantized() if group["bits"] == 8 else Dense(), BlockMean()))
 
     def _choice(self, shape: torch.Size, group: Group, name: str) -> Choice:
@@ -130,7 +132,7 @@ class AdamMini(CompressedOptimizer):
         return choose(name, tuple(shape), partition, Attention(group["num_heads"], group["head_dim"], group["value"]))
 
     def partition_report(self) -> PartitionReport:
-        """What shares a second moment with what, and why; ``str()`` of it is a table."""
+        """Return what shares a second moment with what, and why; ``str()`` of it is a table."""
         entries = []
         for group, name, p in self._params():
             choice, view = self._choice(p.shape, group, name), geometry(tuple(p.shape))
@@ -189,7 +191,7 @@ class PartitionReport:
 
 
 def _complete(params: object, partition: Sequence[Sequence[str]], known: Attention) -> Partition:
-    """``partition`` with what the model behind ``params`` says, if there is one."""
+    """Return ``partition`` with what the model behind ``params`` says, if there is one."""
     check_partition(partition, "AdamMini")
     given = tuple(map(tuple, partition))
     model = params if isinstance(params, nn.Module) else getattr(params, "model", None)

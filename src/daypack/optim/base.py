@@ -49,7 +49,7 @@ class CompressedOptimizer(Optimizer):
     skipped: Counter[str]
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """How a parameter of this global shape and dtype is stored and stepped under the options of ``group``.
+        """Return how a parameter of this global shape and dtype is stored and stepped under the options of ``group``.
 
         Args:
             name: the parameter's name where it has one, for optimizers that know rules for names.
@@ -57,20 +57,22 @@ class CompressedOptimizer(Optimizer):
         raise NotImplementedError
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """How a flat piece of many parameters (ZeRO's) is stored and stepped; as a vector, if not otherwise."""
+        """Return how a flat piece of many parameters (ZeRO's) is stored and stepped; as a vector, if not otherwise."""
         return self.plan(shape, dtype, group, name)
 
     def plan_of(self, param: Tensor, group: Group, name: str) -> ParamPlan:
-        """`plan` of a parameter, or `plan_partition`."""
+        """Return `plan` of a parameter, or `plan_partition`."""
         plan = self.plan_partition if sharding.is_bare_partition(param) else self.plan
         return plan(param.shape, param.dtype, group, name)
 
     def main_rule(self, group: Group) -> Rule:
-        """The rule that steps the parameters of ``group``, or most of them."""
+        """Return the rule that steps the parameters of ``group``, or most of them."""
         return self.plan(torch.Size((0,)), torch.float32, group, "").rule
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
-        """What to tell the user about a parameter whose state is about to be created; None: nothing is unexpected."""
+        """Return what to tell the user about a parameter whose state is about to be created; None: nothing is
+        unexpected.
+        """
         return self.partition_caveat if sharding.is_flat_partition(param) else None
 
     def check_options(self, group: Group, where: str) -> None:
@@ -166,7 +168,7 @@ class CompressedOptimizer(Optimizer):
         return loss
 
     def _sharded(self) -> list[tuple[Tensor, ParamPlan]]:
-        """Trainable parameters of which every rank holds a part."""
+        """Return trainable parameters of which every rank holds a part."""
         if not sharding.any_distributed(p for group in self.param_groups for p in group["params"]):
             return []
         return [
@@ -204,15 +206,15 @@ class CompressedOptimizer(Optimizer):
         return any(float(group["lr"]) == 0 for group in self.param_groups)
 
     def _unsure(self, item: ParamStep) -> bool:
-        """Whether it matters that the item's gradient may be all zeros."""
+        """Return whether it matters that the item's gradient may be all zeros."""
         return item.steps == 0 or not self._calibration.is_done(item)
 
     def _decides_between_passes(self) -> bool:
-        """Whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
+        """Return whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
         return self._any_rate_is_zero() or any(group["nonfinite"] == "raise" for group in self.param_groups)
 
     def _collect(self) -> Work:
-        """The parameters with a gradient, after every option and every gradient was checked.
+        """Return the parameters with a gradient, after every option and every gradient was checked.
 
         Most steps differ from the one before in numbers alone: the same tensors in the same layout. What was worked out
         about them is kept for as long as that is so.
@@ -228,7 +230,7 @@ class CompressedOptimizer(Optimizer):
         return self._work
 
     def _key(self) -> tuple[Any, ...]:
-        """What the layout of the work depends on, beside the tensors' own: parameters, states, options."""
+        """Return what the layout of the work depends on, beside the tensors' own: parameters, states, options."""
         params = [p for group in self.param_groups for p in group["params"]]
         options = [
             [group.get(name) for name in ("fused", "placement", "spill_dir", *self.structural)]
@@ -239,7 +241,7 @@ class CompressedOptimizer(Optimizer):
         return kept, sizes, options, dispatch.forced()
 
     def _items(self) -> list[ParamStep]:
-        """One `ParamStep` for each parameter with a gradient, once all of them were checked."""
+        """Return one `ParamStep` for each parameter with a gradient, once all of them were checked."""
         items = []
         for group, name, p in self._params():
             parted = bool(p.requires_grad and sharding.groups_of(p))  # another rank may have a gradient
@@ -291,7 +293,7 @@ class CompressedOptimizer(Optimizer):
                 warnings.warn(f"{type(self).__name__} {caveat}: {', '.join(names)}", stacklevel=3)
 
     def _settle(self, work: Work, admitted: Mask) -> bool:
-        """What first steps need: state, and what is learned from gradients.
+        """Return what first steps need: state, and what is learned from gradients.
 
         Returns:
             Whether statistics must be taken once more, because what they are taken over has changed.
@@ -317,14 +319,16 @@ class CompressedOptimizer(Optimizer):
         self._placements.wait()
 
     def kernels(self) -> dict[Tensor, str]:
-        """The backend that took each parameter at the last step, by name."""
+        """Return the backend that took each parameter at the last step, by name."""
         work = self._work
         return {item.whole: name for item, name in zip(work.items, work.backends, strict=True)} if work else {}
 
     # ------------------------------------------------------------ state dict
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; shapes follow from the parameters' shapes, and ``torch.load(weights_only=True)`` reads it."""
+        """Return as in torch; shapes follow from the parameters' shapes, and ``torch.load(weights_only=True)`` reads
+        it.
+        """
         self.wait()
         live = self.state
         reachable = [p for _, _, p in self._params() if p in live]

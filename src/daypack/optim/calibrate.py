@@ -25,7 +25,7 @@ class Calibration:
         self._done = WeakIdKeyDictionary()
 
     def is_done(self, item: ParamStep) -> bool:
-        """Whether the state of a parameter holds all that it learns."""
+        """Return whether the state of a parameter holds all that it learns."""
         return all(self._holds(form.learned(item.state, name)) for name, form in item.plan.stored)
 
     def run(self, items: Sequence[ParamStep], everyone: Iterable[tuple[ParamPlan, State]]) -> bool:
@@ -58,7 +58,7 @@ class Calibration:
         return again
 
     def _holds(self, learned: Tensor | None) -> bool:
-        """Whether there is nothing to learn, or calibration has filled this tensor. Asked of the device once."""
+        """Return whether there is nothing to learn, or calibration has filled this tensor. Asked of the device once."""
         if learned is None or learned in self._done:
             return True
         if learned.any():
@@ -68,7 +68,7 @@ class Calibration:
 
 
 def known_in(lesson: str, states: Iterable[tuple[ParamPlan, State]]) -> Tensor | None:
-    """What the first parameter that has learned ``lesson`` has learned; None if none has."""
+    """Return what the first parameter that has learned ``lesson`` has learned; None if none has."""
     for plan, state in states:
         for name, form in plan.stored:
             learned = form.learned(state, name) if form.lesson == lesson and state else None
@@ -78,7 +78,7 @@ def known_in(lesson: str, states: Iterable[tuple[ParamPlan, State]]) -> Tensor |
 
 
 def _learn(pupils: list[Pupil]) -> Tensor:
-    """What follows from the gradients of all ``pupils``, on all ranks: one collective per set of process groups."""
+    """Return what follows from the gradients of all ``pupils``, on all ranks: one collective per set of process groups."""
     members: dict[sharding.Groups, list[tuple[ParamStep, StateFormat]]] = {}
     for item, _, form in pupils:
         members.setdefault(sharding.groups_of(item.whole), []).append((stepped(item), form))
@@ -93,7 +93,7 @@ def _learn(pupils: list[Pupil]) -> Tensor:
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:
-    """Their sum, on the CPU if they lie on several devices."""
+    """Return their sum, on the CPU if they lie on several devices."""
     first, *rest = parts
     for part in rest:
         first = first + part if part.device == first.device else first.cpu() + part.cpu()

@@ -131,7 +131,7 @@ class GaLore(CompressedOptimizer):
         _inner(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """The inner optimizer's plan, for the low shape where that takes fewer bytes."""
+        """Return the inner optimizer's plan, for the low shape where that takes fewer bytes."""
         inner = _inner(group)
         whole, projection = inner.plan(shape, dtype, group, name), project(tuple(shape), group["rank"])
         if projection is None:
@@ -140,7 +140,7 @@ class GaLore(CompressedOptimizer):
         return low if low.nbytes(shape, dtype) < whole.nbytes(shape, dtype) else whole
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """The inner optimizer's plan for the flat piece."""
+        """Return the inner optimizer's plan for the flat piece."""
         return _inner(group).plan(shape, dtype, group, name, flat=True)
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
@@ -159,5 +159,5 @@ class GaLore(CompressedOptimizer):
 
 
 def _inner(group: Group, where: str = "a parameter group") -> Inner:
-    """The inner optimizer of ``group``, checked."""
+    """Return the inner optimizer of ``group``, checked."""
     return Inner.of(group, "inner", SHARED, NEUTRAL, where)

@@ -87,8 +87,9 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the weights that turn hidden states into outputs: those that ``model.get_output_embeddings()`` returns,
-    else of linear layers called ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``."""
+    """Return names of the weights that turn hidden states into outputs: those that ``model.get_output_embeddings()``
+    returns, else of linear layers called ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``.
+    """
     output = getattr(model, "get_output_embeddings", lambda: None)()
     names = []
     for name, module in model.named_modules():
@@ -99,7 +100,7 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _decay(module: nn.Module, key: str, p: Tensor) -> tuple[bool, str]:
-    """Whether a parameter decays, and why."""
+    """Return whether a parameter decays, and why."""
     kind = type(module).__name__
     if isinstance(module, _NORMS) or kind.endswith("Norm"):
         return False, f"parameter of a norm ({kind})"

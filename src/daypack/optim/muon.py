@@ -159,14 +159,14 @@ class Muon(CompressedOptimizer):
         _beside(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Momentum alone for hidden matrices; what the optimizer beside plans for all else."""
+        """Return momentum alone for hidden matrices; what the optimizer beside plans for all else."""
         other = group.get("embedding") is True or not group["use_muon"]
         if len(shape) < 2 or other or any(fnmatchcase(plain_name(name), each) for each in group["beside_names"]):
             return _beside(group).plan(shape, dtype, group, name)
         return _plan(tuple(shape), dtype, group["bits"], group["block_size"])
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """What the optimizer beside plans for a flat piece."""
+        """Return what the optimizer beside plans for a flat piece."""
         return _beside(group).plan(shape, dtype, group, name, flat=True)
 
     def main_rule(self, group: Group) -> Rule:

@@ -26,12 +26,12 @@ LARGEST_BLOCK = 1 << 20
 
 
 def arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """The options among a constructor's ``locals()``, taken first thing: all but the parameters."""
+    """Return the options among a constructor's ``locals()``, taken first thing: all but the parameters."""
     return {key: value for key, value in values.items() if key not in ("self", "params", "__class__")}
 
 
 def number(value: Any, option: str, where: str) -> float:
-    """``value`` as a float; a 0-dim tensor and a numpy number count as numbers, a string and a bool do not."""
+    """Return ``value`` as a float; a 0-dim tensor and a numpy number count as numbers, a string and a bool do not."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -167,7 +167,7 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
 
 
 def param_name(group: Group, group_index: int, index: int) -> str:
-    """The parameter's name if the group has names, else its place; for messages only."""
+    """Return the parameter's name if the group has names, else its place; for messages only."""
     names = group.get("param_names")
     if names is not None and index < len(names):
         return str(names[index])
@@ -175,12 +175,12 @@ def param_name(group: Group, group_index: int, index: int) -> str:
 
 
 def plain_name(name: str) -> str:
-    """A name without what wrappers (DDP, torch.compile, FSDP) put into it."""
+    """Return a name without what wrappers (DDP, torch.compile, FSDP) put into it."""
     return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
 
 
 def unmatched(pattern: str, names: Iterable[str], what: str) -> ValueError:
-    """The error of a pattern that matches no name, with the names that are most like it."""
+    """Return the error of a pattern that matches no name, with the names that are most like it."""
     every = list(names)
     near = get_close_matches(pattern, every, 3, 0.3) or every[:3]
     return ValueError(f"{what} {pattern!r} matches no parameter; names like it are {', '.join(near) or 'none'}")

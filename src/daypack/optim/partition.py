@@ -104,7 +104,7 @@ def check_partition(partition: object, where: str) -> None:
 
 @lru_cache(maxsize=4096)
 def form_of(rule: str, shape: tuple[int, ...], name: str) -> LineMean | None:
-    """The format that ``rule`` means for a parameter of this shape; None: dense.
+    """Return the format that ``rule`` means for a parameter of this shape; None: dense.
 
     Raises:
         ValueError: the rule's lines do not cover the parameter's.
@@ -138,7 +138,9 @@ def _segments(text: str, lines: int, rule: str, shape: tuple[int, ...], name: st
 
 @lru_cache(maxsize=65536)
 def choose(name: str, shape: tuple[int, ...], partition: Partition, known: Attention) -> Choice:
-    """The rule of a parameter: the first entry of ``partition`` whose pattern matches, else what name and shape say."""
+    """Return the rule of a parameter: the first entry of ``partition`` whose pattern matches, else what name and shape
+    say.
+    """
     name = plain_name(name)
     for pattern, rule, *why in partition:
         if fnmatchcase(name, pattern):
@@ -147,7 +149,7 @@ def choose(name: str, shape: tuple[int, ...], partition: Partition, known: Atten
 
 
 def infer(name: str, shape: tuple[int, ...], known: Attention, kind: str = "matrix") -> Choice:
-    """The rule that a name, a shape and what is known about heads suggest; always one that fits the shape.
+    """Return the rule that a name, a shape and what is known about heads suggest; always one that fits the shape.
 
     Args:
         kind: type of the module. GPT-2's linear layer in transformers, ``Conv1D``, keeps ``[inputs, outputs]``.
@@ -185,7 +187,7 @@ def _head_size(role: str, lines: int, inputs: int, known: Attention) -> int | No
 
 
 def _fused(role: str, lines: int, size: int, heads: int, value: str) -> str:
-    """Segments of a weight that holds query, key and value; "" if its lines do not add up to such."""
+    """Return segments of a weight that holds query, key and value; "" if its lines do not add up to such."""
     shared, rest = divmod(lines - heads * size, 2 * size)  # key heads, as many value heads
     if rest or shared < 1 or heads < 1 or heads % shared:
         return ""
@@ -198,7 +200,7 @@ def _fused(role: str, lines: int, size: int, heads: int, value: str) -> str:
 
 
 def of_model(model: nn.Module, known: Attention) -> Partition:
-    """Entries for every parameter of ``model``, from module types, configurations and names.
+    """Return entries for every parameter of ``model``, from module types, configurations and names.
 
     A pattern stands for the same parameter of all layers: numbers in names become ``*``. A parameter for which that
     would give another rule than its own has an entry under its own name, before the patterns.
@@ -219,7 +221,7 @@ def of_model(model: nn.Module, known: Attention) -> Partition:
 
 
 def _choices(model: nn.Module, known: Attention) -> Iterator[tuple[str, Choice]]:
-    """Each parameter once, under its first name."""
+    """Yield each parameter once, under its first name."""
     modules, seen = dict(model.named_modules()), set()
     for prefix, module in modules.items():
         for key, p in module.named_parameters(recurse=False):
@@ -233,7 +235,7 @@ def _choices(model: nn.Module, known: Attention) -> Iterator[tuple[str, Choice]]
 
 
 def _attention(path: Sequence[nn.Module], known: Attention) -> Attention:
-    """What is known about a parameter's heads: what was given, else what the innermost module on its path says."""
+    """Return what is known about a parameter's heads: what was given, else what the innermost module on its path says."""
     sources = [source for module in path for source in (module, getattr(module, "config", None))]
 
     def find(names: Sequence[str]) -> int | None:

@@ -39,7 +39,7 @@ REGISTRY: dict[str, type[Optimizer]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names that `create` knows."""
+    """Return the names that `create` knows."""
     return tuple(REGISTRY)
 
 

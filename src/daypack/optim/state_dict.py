@@ -40,7 +40,7 @@ class Keep:
         self.tensor, self.spec = tensor, spec
 
     def copy(self, param: Tensor) -> Tensor:
-        """A copy where the state of ``param`` lives, sharded as ``param`` is."""
+        """Return a copy where the state of ``param`` lives, sharded as ``param`` is."""
         part = sharding.place(param, self.tensor.detach(), self.spec)
         fresh = part.to(self.spec.device(param.device), copy=True, memory_format=torch.contiguous_format)
         self.tensor = fresh  # the saved one is needed no more
@@ -53,7 +53,7 @@ def require_dict(loaded: object) -> None:
 
 
 def prepare(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-    """The checked form of ``loaded`` that torch may publish. ``optimizer`` is only read.
+    """Return the checked form of ``loaded`` that torch may publish. ``optimizer`` is only read.
 
     Raises:
         ValueError: groups or names do not match, or an entry does not fit its parameter, here or on another rank.
@@ -152,30 +152,30 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
 
 
 def _peculiar(optimizer: CompressedOptimizer, group: Group) -> str:
-    """What of the rule's moments no other rule's can be taken for; empty if they are plain means."""
+    """Return what of the rule's moments no other rule's can be taken for; empty if they are plain means."""
     odd = (moment for moment in optimizer.main_rule(group).moments if moment.meaning.of not in PLAIN_MEANS)
     return next((f"{moment.name} must be a mean of {moment.meaning.of}" for moment in odd), "")
 
 
 def _frozen(value: Any) -> Any:
-    """``value`` with tuples for lists, which a gathered state dict has in their place."""
+    """Return ``value`` with tuples for lists, which a gathered state dict has in their place."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
-    """State keys of a parameter (of the whole of it) as ``state_dict()`` shows them; all but ``step``."""
+    """Return state keys of a parameter (of the whole of it) as ``state_dict()`` shows them; all but ``step``."""
     return plan.specs(param.shape, param.dtype, saved=True)
 
 
 def part_of(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of the state of a parameter; empty if it has none."""
+    """Return this rank's part of the state of a parameter; empty if it has none."""
     return (
         sharding.LocalState(param, state, specs_of(param, plan)) if state and sharding.is_distributed(param) else state
     )
 
 
 def shown(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
-    """What ``state_dict()`` shows in another shape than the live state has."""
+    """Return what ``state_dict()`` shows in another shape than the live state has."""
     part, specs, view = part_of(param, plan, state), specs_of(param, plan), sharding.local_view(param, plan)
     changed = {key: value for moment, form in plan.stored for key, value in form.save(part, moment, view).items()}
     return {key: sharding.wrap(param, value, specs[key]) for key, value in changed.items()}
@@ -193,7 +193,7 @@ def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, 
 
 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
-    """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
+    """Return ``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
     plan = optimizer.plan_of(param, group, name)
     rule, cls = optimizer.main_rule(group).name, type(optimizer).__name__
     if group["rule"] not in (None, rule):

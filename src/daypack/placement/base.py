@@ -21,15 +21,15 @@ class Placement:
     away: ClassVar[bool] = True
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A new tensor of zeros in its place."""
+        """Return a new tensor of zeros in its place."""
         raise NotImplementedError
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is in its place."""
+        """Return whether ``tensor`` is in its place."""
         raise NotImplementedError
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """``tensor`` if it is in its place, else a copy that is."""
+        """Return ``tensor`` if it is in its place, else a copy that is."""
         if tensor.dim() == 0 or self.holds(tensor):
             return tensor
         return self.zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
@@ -45,7 +45,7 @@ class Placement:
         return state
 
     def ready(self, working: State) -> State:
-        """The state to step with, once it is there."""
+        """Return the state to step with, once it is there."""
         return working
 
     def release(self, state: State, working: State) -> None:
@@ -71,5 +71,5 @@ class Resident(Placement):
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether ``tensor`` lies in a file that is mapped into memory."""
+    """Return whether ``tensor`` lies in a file that is mapped into memory."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None

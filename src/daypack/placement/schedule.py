@@ -30,11 +30,11 @@ class Placements:
 
     @staticmethod
     def away(groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Whether any state has to be brought in for its step."""
+        """Return whether any state has to be brought in for its step."""
         return any(group.get("placement", "resident") != "resident" for group in groups)
 
     def of(self, group: Mapping[str, Any], device: torch.device) -> Placement:
-        """The placement of the state of parameters on ``device`` under the options of ``group``.
+        """Return the placement of the state of parameters on ``device`` under the options of ``group``.
 
         Raises:
             ValueError: the group's state is to be paged, which is not possible there.
@@ -45,7 +45,7 @@ class Placements:
         return self._known[key]
 
     def create(self, spec: ComponentSpec, group: Mapping[str, Any], device: torch.device) -> Tensor:
-        """A new state tensor of zeros in its place; scalars are never away."""
+        """Return a new state tensor of zeros in its place; scalars are never away."""
         home = self.of(group, device) if spec.shape else Resident(spec.device(device))
         return home.zeros(spec.shape, spec.dtype)
 
@@ -73,7 +73,7 @@ class Placements:
                 placement.release(home, working)
 
     def _fetch(self, items: list[ParamStep], piece: list[int]) -> list[tuple[ParamStep, Placement, State, State]]:
-        """ParamSteps of a piece with their placement, their state at home, and that which is on its way."""
+        """Return ParamSteps of a piece with their placement, their state at home, and that which is on its way."""
         chosen = [(items[i], self.of(items[i].group, items[i].param.device)) for i in piece]
         return [(item, placement, item.state, placement.fetch(item.state)) for item, placement in chosen]
 
@@ -89,7 +89,7 @@ def _make(kind: str, spill_dir: str | None, device: torch.device) -> Placement:
 
 
 def _pieces(items: list[ParamStep], admitted: NDArray[np.bool_]) -> list[list[int]]:
-    """The indices of the admitted items, in runs whose state takes at most `PIECE_BYTES` together."""
+    """Return the indices of the admitted items, in runs whose state takes at most `PIECE_BYTES` together."""
     pieces: list[list[int]] = []
     room = 0
     for i in np.flatnonzero(admitted).tolist():

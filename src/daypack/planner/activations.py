@@ -56,13 +56,13 @@ class ActivationPlanner:
     _at: dict[int, Activations] = field(default_factory=dict, init=False)
 
     def exactly(self, batch: int) -> Activations:
-        """At a micro-batch of ``batch``, measured at that very size where it can be."""
+        """Return at a micro-batch of ``batch``, measured at that very size where it can be."""
         if batch not in self._at:
             self._at[batch] = self._measure(batch)
         return self._at[batch]
 
     def peak(self, batch: int) -> float:
-        """Peak bytes at ``batch``: between the measured sizes, on the line through two of them.
+        """Return peak bytes at ``batch``: between the measured sizes, on the line through two of them.
 
         The peak is the largest of several functions that rise in straight lines, so such a line never lies below it.
         """
@@ -107,7 +107,7 @@ class ActivationPlanner:
 
 
 def _checkpointing(module: nn.Module) -> Any:
-    """The module's own switch for checkpoints; None if it has none."""
+    """Return the module's own switch for checkpoints; None if it has none."""
     return getattr(
         module,
         "activation_checkpointing_enable",  # its name from transformers 6 on
@@ -155,7 +155,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def _plain(output: Any) -> Any:
-    """The tensors of a model output that is a mapping, else the output itself."""
+    """Return the tensors of a model output that is a mapping, else the output itself."""
     return list(output.values()) if isinstance(output, Mapping) else output
 
 

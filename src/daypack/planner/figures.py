@@ -16,7 +16,7 @@ def save_bars(plan: MemoryPlan, path: Path) -> None:
 
 
 def draw_bars(plan: MemoryPlan, theme: Theme) -> Figure:
-    """A bar for each optimizer, its parts side by side, and a line where the GPU ends."""
+    """Return a bar for each optimizer, its parts side by side, and a line where the GPU ends."""
     rows = plan.planned
     figure = Figure(figsize=(10, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
@@ -44,7 +44,7 @@ def draw_bars(plan: MemoryPlan, theme: Theme) -> Figure:
 
 
 def _parts(row: OptimizerPlan) -> dict[str, int]:
-    """What a bar consists of; of activations and the step's temporaries, the larger one, since they never meet."""
+    """Return what a bar consists of; of activations and the step's temporaries, the larger one, since they never meet."""
     activations = row.activations if row.activations >= row.temporaries else 0
     return {
         "weights": row.weights,

@@ -93,7 +93,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, optimizer: str) -> OptimizerPlan:
-        """The row of one optimizer, by the text that it was asked for with."""
+        """Return the row of one optimizer, by the text that it was asked for with."""
         for row in self.rows:
             if row.optimizer == optimizer:
                 return row
@@ -105,7 +105,7 @@ class MemoryPlan:
         return tuple(row for row in self.rows if not row.problem)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as ``daypack plan --json`` prints it. Sizes are bytes."""
+        """Return plain data, as ``daypack plan --json`` prints it. Sizes are bytes."""
         content = asdict(self)
         content["rows"] = [
             {**asdict(row), "components": dict(row.components), "resident": row.resident, "total": row.total}
@@ -137,7 +137,7 @@ class MemoryPlan:
 
 
 def table_cells(plan: MemoryPlan) -> list[tuple[str, ...]]:
-    """Header and rows of the table, sizes in the `unit` of the largest total. Columns of zeros are left out."""
+    """Return header and rows of the table, sizes in the `unit` of the largest total. Columns of zeros are left out."""
     rows = plan.planned
     columns = {
         "weights": [row.weights for row in rows],
@@ -163,7 +163,7 @@ def table_cells(plan: MemoryPlan) -> list[tuple[str, ...]]:
 
 
 def unit(largest: int) -> tuple[float, str]:
-    """The unit of a table whose largest size is ``largest`` bytes: bytes in it, and its name."""
+    """Return the unit of a table whose largest size is ``largest`` bytes: bytes in it, and its name."""
     return (1e9, "GB") if largest >= 5e8 else (1e6, "MB")
 
 
@@ -176,7 +176,7 @@ def _figure(value: float) -> str:
 
 
 def count(elements: int) -> str:
-    """``6.74 B``, ``124 M``: a number of parameters."""
+    """Return ``6.74 B``, ``124 M``: a number of parameters."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if elements >= scale:
             return f"{elements / scale:.{'0f' if elements >= 999.5 * scale else '3g'}} {unit}"

@@ -29,7 +29,7 @@ _LONGEST_HEADER = 100_000_000
 
 
 def load_model(text: str, *, sample: str | None = None) -> ModelSpec:
-    """The model that ``text`` names. Nothing is downloaded, and no weight is read or allocated.
+    """Return the model that ``text`` names. Nothing is downloaded, and no weight is read or allocated.
 
     Args:
         text: a Hugging Face ``config.json`` or the folder of one, a ``.safetensors`` file or a folder of them, a
@@ -60,7 +60,9 @@ def load_model(text: str, *, sample: str | None = None) -> ModelSpec:
 
 
 def from_count(text: str) -> ModelSpec:
-    """A stand-in with exactly ``text`` (``7B``) parameters: matrices as wide as a Llama-like model of that size has."""
+    """Return a stand-in with exactly ``text`` (``7B``) parameters: matrices as wide as a Llama-like model of that size
+    has.
+    """
     shapes, shape = stand_in(parse_count(text))
     note = (
         "a stand-in for a model of which only the size is known: square matrices, with the activations of a Llama-like "
@@ -70,7 +72,9 @@ def from_count(text: str) -> ModelSpec:
 
 
 def from_safetensors(paths: list[Path], config: dict[str, Any] | None = None) -> ModelSpec:
-    """Shapes and dtypes from the headers of a checkpoint's files; what has fewer than 16 bits or is whole is frozen."""
+    """Return shapes and dtypes from the headers of a checkpoint's files; what has fewer than 16 bits or is whole is
+    frozen.
+    """
     params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for path in paths:
         params |= _header(path)
@@ -108,7 +112,7 @@ def from_function(text: str, sample: str | None = None) -> ModelSpec:
 
 
 def sample_inputs(sample: str) -> Inputs:
-    """Inputs of one tensor for each sample: ``3x224x224`` numbers, or ``ids``, a sequence of token ids.
+    """Return inputs of one tensor for each sample: ``3x224x224`` numbers, or ``ids``, a sequence of token ids.
 
     Raises:
         ValueError: neither of the two.

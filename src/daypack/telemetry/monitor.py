@@ -105,7 +105,9 @@ class Monitor:
         self._since = time.perf_counter()
 
     def _count(self, optimizer: Optimizer) -> int:
-        """The most steps that a parameter has taken, where the state counts them, else those that were seen here."""
+        """Return the most steps that a parameter has taken, where the state counts them, else those that were seen
+        here.
+        """
         params = (p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state)
         steps = (optimizer.state[p].get("step") for p in params)
         return max((int(step) for step in steps if isinstance(step, (int, float, Tensor))), default=0) or self._steps
@@ -155,5 +157,5 @@ def monitor(
 
 
 def _skipped(optimizer: Optimizer) -> int:
-    """How often a parameter was passed over; only daypack's optimizers do that."""
+    """Return how often a parameter was passed over; only daypack's optimizers do that."""
     return sum(getattr(optimizer, "skipped", {}).values())

@@ -143,7 +143,7 @@ class Batch:
         return not len(places) or bool(loaded().daypack_numbers_are(address(places), address(numbers), count))
 
     def _bring_gradients(self, pointers: list[int]) -> bool:
-        """False if one is not aligned."""
+        """Return false if one is not aligned."""
         self.table["grad"] = pointers
         return not (self.table["grad"] % self.item_sizes).any()
 
@@ -234,5 +234,5 @@ class Batch:
 
 
 def _map_of(form: StateFormat | None) -> int:
-    """Address of the tables of a fixed map; 0 where a moment has none."""
+    """Return address of the tables of a fixed map; 0 where a moment has none."""
     return map_tables(form.codebook)[1] if isinstance(form, BlockQuantized) and form.codebook != "learned" else 0

@@ -66,7 +66,7 @@ BLOCK_SIZE = "exp_avg_sq_block_size"
 
 
 def block_size(item: ParamStep) -> int:
-    """Elements per scale of coded moments; 1 where none is coded."""
+    """Return elements per scale of coded moments; 1 where none is coded."""
     sizes = [form.block_size for _, form in item.plan.kept if isinstance(form, BlockQuantized)]
     return max(1, min(sizes[0], item.view.cols)) if sizes else 1
 
@@ -78,14 +78,14 @@ def v_kind(form: StateFormat | None) -> int:
 
 
 def v_block_size(item: ParamStep) -> int:
-    """Columns per block mean; 0 where there are none."""
+    """Return columns per block mean; 0 where there are none."""
     if not isinstance(item.plan.format_of("exp_avg_sq"), BlockMean):
         return 0
     return int(item.state.get(BLOCK_SIZE, 0)) or default_block_size(item.view.cols)
 
 
 def options_of(whole: Any, translated: Rule, projected: bool) -> tuple[float, ...]:
-    """The fields of `OPTIONS` from a group and a rule; what the rule does not know is 0.
+    """Return the fields of `OPTIONS` from a group and a rule; what the rule does not know is 0.
 
     Args:
         projected: for a stand-in, which does not decay itself.
@@ -127,7 +127,7 @@ def refusal_of_formats(plan: ParamPlan) -> str | None:
 
 
 def description() -> Description:
-    """What is laid out and numbered here, for comparison with what the library was built with."""
+    """Return what is laid out and numbered here, for comparison with what the library was built with."""
     types = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
     numbers = {
         "DaypackType": {types[dtype]: number for dtype, number in TYPES.items()},
