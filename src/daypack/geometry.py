@@ -120,7 +120,7 @@ def chunks(view: Geometry, align: int = 1) -> Iterator[Chunk]:
 
 
 def read(tensor: Tensor, view: Geometry, chunk: Chunk) -> Tensor:
-    """Return the part of ``tensor`` under ``chunk``, ``[b, r, c]``: a view if the strides allow one, else a small copy."""
+    """Return the part of ``tensor`` under ``chunk``, ``[b, r, c]``: a view if the strides allow it, else a copy."""
     try:
         return tensor.view(view.view3)[chunk]
     except RuntimeError:  # strides that do not merge: channels_last, permuted experts
@@ -141,7 +141,7 @@ def write_(tensor: Tensor, view: Geometry, chunk: Chunk, value: Tensor) -> None:
 
 
 def _parts(tensor: Tensor, view: Geometry, chunk: Chunk) -> Iterator[Tensor]:
-    """Yield a view of ``tensor`` for each matrix of ``chunk``; its leading dim is the chunk's rows. Nothing is copied."""
+    """Yield a view of ``tensor`` for each matrix of ``chunk``; its leading dim is the chunk's rows."""
     if not view.batched:
         yield tensor[chunk[1]]
         return

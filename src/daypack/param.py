@@ -64,7 +64,7 @@ class ParamPlan:
         return next((form for name, form in self.stored if name == moment), None)
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype, saved: bool = False) -> dict[str, ComponentSpec]:
-        """Return the tensors of the state of a whole parameter by key, all but ``step``.
+        """Return the tensors of the state of a whole parameter by key, except ``step``.
 
         Args:
             saved: as ``state_dict()`` shows them, instead of as they are allocated.
@@ -77,15 +77,15 @@ class ParamPlan:
         }
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return bytes of state of a parameter of this shape and dtype, without its step counter."""
+        """Return the bytes of state of a parameter of this shape and dtype, without its step counter."""
         return sum(spec.nbytes for spec in self.specs(shape, dtype).values())
 
     def view(self, shape: Sequence[int]) -> Geometry:
-        """Return what the formats take for the parameter's geometry: that of the low shape where there is a projection."""
+        """Return the geometry that the formats work on: the parameter's, or with a projection the low shape's."""
         return geometry(self.projection.low if self.projection else tuple(shape))
 
     def shared_counts(self, view: Geometry) -> list[int]:
-        """Return how many numbers of the statistics of a shard belong to all shards, for each of `statistics`."""
+        """Return, for each of `statistics`, how many numbers of a shard's statistics are added up over all shards."""
         return [form.shared(view) for _, form in self.statistics]
 
 
@@ -130,8 +130,8 @@ class ParamStep:
         return self.plan.rule.at(self.group, step)
 
     def is_zero(self) -> bool:
-        """Return whether every element of the gradient is zero, here or, where ranks have told each other, on all of
-        them.
+        """Return whether every element of the gradient is zero: on all ranks where they have shared that, else on this
+        one.
         """
         if self.zero is not None:
             return self.zero

@@ -77,7 +77,7 @@ def block_size_from_scores(cols: int, scores: Sequence[float]) -> int:
 
 
 def block_scores(grad: Tensor, view: Geometry) -> list[float]:
-    """Return the score of each of the `candidates`, a mean over the rows that are here; zeros where there are no rows."""
+    """Return the score of each of the `candidates`, a mean over the rows that are here; zeros if there are no rows."""
     sizes = candidates(view.cols)
     totals = torch.zeros(len(sizes), dtype=torch.float64, device=grad.device)
     for chunk in chunks(view):

@@ -87,7 +87,7 @@ def runs(nbytes: int) -> int:
 
 
 def seed(name: str, dtype: torch.dtype, shape: tuple[int, ...], run: int) -> int:
-    """Return the start value of a run's checksum, so that a tensor under another name, dtype or shape does not match."""
+    """Return the start value of a run's checksum, so that a tensor of another name, dtype or shape does not match."""
     return zlib.crc32(f"{name} {json_values.name_of(dtype)} {list(shape)} {run}".encode())
 
 

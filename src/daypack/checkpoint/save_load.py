@@ -160,7 +160,7 @@ class _LazyState(Mapping[int, dict[str, Any]]):
 
 
 def _local(value: Stored, p: Tensor | None) -> Tensor:
-    """Return a saved tensor for parameter ``p``: a DTensor of this rank's rows if ``p`` is one, else the whole tensor."""
+    """Return a saved tensor for parameter ``p``: a DTensor of this rank's rows if ``p`` is one, else all of it."""
     if p is None or not (value.follows and sharding.is_distributed(p) and value.shape[0] == p.shape[0]):
         return value.whole()
     (start, stop), _ = sharding.rows_of(p)

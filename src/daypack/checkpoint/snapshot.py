@@ -100,7 +100,7 @@ class Snapshot:
 
 
 def of_tensor(tensor: Tensor, follows: bool = False) -> Stored:
-    """Return a tensor in memory as `Stored`. Of a DTensor: the rows that are here, on the first rank that holds them."""
+    """Return a tensor in memory as `Stored`; of a DTensor, the rows here, on the first rank that holds them."""
     local, (start, stop), first = sharding.to_local(tensor.detach()), *sharding.rows_of(tensor)
 
     def read(begin: int, end: int) -> Tensor:

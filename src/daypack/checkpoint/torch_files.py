@@ -20,7 +20,7 @@ OPTIMIZER_CLASS = "optimizer_class"
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return whether a file is safetensors: it begins with the length of its header, then the header as a JSON object."""
+    """Return whether a file is safetensors: it begins with the length of its header, then the header in JSON."""
     with path.open("rb") as file:
         front = file.read(9)
     return len(front) < 9 or front[8:] == b"{"

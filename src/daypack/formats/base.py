@@ -133,7 +133,7 @@ class StateFormat:
         """Update the moving average of g^2, with decay ``beta``, from complete ``sums``, which may be overwritten."""
 
     def save(self, state: State, name: str, view: Geometry) -> dict[str, Any]:
-        """Return the entries that ``state_dict()`` shows in another shape than the live state; none for most formats."""
+        """Return the entries that ``state_dict()`` shows in another shape than the live state; mostly none."""
         return {}
 
     def load_(self, state: State, name: str, view: Geometry) -> None:

@@ -123,7 +123,7 @@ class Work:
             batch.attach()
 
     def observe(self) -> NDArray[np.float64]:
-        """Return first pass over every gradient, which writes nothing but statistics; the sum of g^2 of each parameter."""
+        """Take the first pass over every gradient: fill the statistics and return the sum of g^2 of each parameter."""
         totals = np.zeros(len(self.items))
         for places, batch in self._batches:
             totals[places] = batch.observe()
@@ -131,9 +131,7 @@ class Work:
         return totals
 
     def shared_sums(self) -> list[list[Tensor]]:
-        """Return per parameter the statistics that belong to all ranks, to be added up in place between the passes;
-        1-D.
-        """
+        """Return, for each parameter, the 1-D statistics to be added up over ranks, in place, between the passes."""
         found: list[list[Tensor]] = [[] for _ in self.items]
         for places, batch in self._batches:
             for i, parts in zip(places, batch.shared_sums(), strict=True):
@@ -141,7 +139,7 @@ class Work:
         return found
 
     def step(self) -> Mask:
-        """Return both passes over every parameter whose gradient is finite; which ones are.
+        """Take both passes over every parameter whose gradient is finite, and return which ones are.
 
         For steps that need no decision between the passes: gradients are read again while they are in the cache.
         """
@@ -153,7 +151,7 @@ class Work:
         return finite
 
     def apply(self, admitted: Mask, last: bool = True, add_up: AddUp | None = None) -> None:
-        """Second pass over the parameters marked by ``admitted``.
+        """Take the second pass over the parameters marked by ``admitted``.
 
         Args:
             last: no other parameters of this step will follow.
@@ -177,6 +175,6 @@ class Work:
 
 
 def tools(grad: Tensor, fused: bool | None = None) -> Tools:
-    """Return the fastest functions for calibration from ``grad``, under the group option ``fused``."""
+    """Return the fastest functions for calibrating from ``grad``, under the group option ``fused``."""
     found = (backend.tools(grad) for backend in _allowed(fused))
     return next((each for each in found if each is not None), REFERENCE)

@@ -27,7 +27,7 @@ class Layouts:
         self._check = _guards(tensors) or _comparison(tensors)
 
     def hold(self, tensors: Sequence[object]) -> bool:
-        """Return whether ``tensors`` are as many tensors of the same layouts; anything else among them means no."""
+        """Return whether ``tensors`` are as many tensors with the same layouts; False if any of them is no tensor."""
         return len(tensors) == self._count and self._check(*tensors)
 
 
@@ -74,7 +74,7 @@ class Places:
 
 
 def _handles(tensors: list[Tensor]) -> list[Any] | None:
-    """Return references for torch's C interface, which code compiled apart from torch uses."""
+    """Return references to the tensors for torch's C interface, which code compiled apart from torch uses."""
     try:
         return None if _data_ptr() is None else torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
     except Exception:
@@ -98,7 +98,7 @@ def _looker(handles: list[Any], library: ctypes.CDLL) -> Callable[[], bytes | No
 
 @lru_cache(maxsize=1)
 def _data_ptr() -> ctypes.c_void_p | None:
-    """Return the function that finds a tensor's elements; None where torch's library lacks it."""
+    """Return torch's C function that finds a tensor's elements; None where its library lacks it."""
     try:
         (path,) = Path(torch.__file__).parent.glob("lib/*torch_cpu.*")
         return ctypes.cast(ctypes.CDLL(str(path)).aoti_torch_get_data_ptr, ctypes.c_void_p)

@@ -57,11 +57,11 @@ class CompressedOptimizer(Optimizer):
         raise NotImplementedError
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Return how a flat piece of many parameters (ZeRO's) is stored and stepped; as a vector, if not otherwise."""
+        """Return how a flat piece of many parameters (ZeRO's) is stored and stepped; by default, as a vector."""
         return self.plan(shape, dtype, group, name)
 
     def plan_of(self, param: Tensor, group: Group, name: str) -> ParamPlan:
-        """Return `plan` of a parameter, or `plan_partition`."""
+        """Return `plan` of a parameter, or `plan_partition` of a flat piece."""
         plan = self.plan_partition if sharding.is_bare_partition(param) else self.plan
         return plan(param.shape, param.dtype, group, name)
 
@@ -70,9 +70,7 @@ class CompressedOptimizer(Optimizer):
         return self.plan(torch.Size((0,)), torch.float32, group, "").rule
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
-        """Return what to tell the user about a parameter whose state is about to be created; None: nothing is
-        unexpected.
-        """
+        """Return what to warn the user of before a parameter's state is created; None if nothing is unexpected."""
         return self.partition_caveat if sharding.is_flat_partition(param) else None
 
     def check_options(self, group: Group, where: str) -> None:
@@ -125,7 +123,7 @@ class CompressedOptimizer(Optimizer):
         param_group["rule"] = self.main_rule(param_group).name
 
     def _params(self) -> Iterator[tuple[Group, str, Tensor]]:
-        """Group, name and tensor of every parameter. Read anew at each step: wrappers replace what groups hold."""
+        """Yield group, name and tensor of every parameter. Read at each step, because wrappers replace parameters."""
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 yield group, param_name(group, g, i), p
@@ -168,7 +166,7 @@ class CompressedOptimizer(Optimizer):
         return loss
 
     def _sharded(self) -> list[tuple[Tensor, ParamPlan]]:
-        """Return trainable parameters of which every rank holds a part."""
+        """Return the trainable parameters of which every rank holds a part."""
         if not sharding.any_distributed(p for group in self.param_groups for p in group["params"]):
             return []
         return [
@@ -178,7 +176,7 @@ class CompressedOptimizer(Optimizer):
         ]
 
     def _step_together(self, exchange: Exchange) -> None:
-        """A step in which all ranks decide alike: what they know of gradients, they know together."""
+        """Take a step in which all ranks share what they know of the gradients, and so decide alike."""
         work, error = None, None
         self._work = None  # parts of parameters may be others at every step
         try:
@@ -210,11 +208,11 @@ class CompressedOptimizer(Optimizer):
         return item.steps == 0 or not self._calibration.is_done(item)
 
     def _decides_between_passes(self) -> bool:
-        """Return whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
+        """Return whether one parameter's gradient may stop others from being stepped, or be the zero-gradient probe."""
         return self._any_rate_is_zero() or any(group["nonfinite"] == "raise" for group in self.param_groups)
 
     def _collect(self) -> Work:
-        """Return the parameters with a gradient, after every option and every gradient was checked.
+        """Return the parameters with a gradient, after checking every option and every gradient.
 
         Most steps differ from the one before in numbers alone: the same tensors in the same layout. What was worked out
         about them is kept for as long as that is so.
@@ -230,7 +228,7 @@ class CompressedOptimizer(Optimizer):
         return self._work
 
     def _key(self) -> tuple[Any, ...]:
-        """Return what the layout of the work depends on, beside the tensors' own: parameters, states, options."""
+        """Return what the cached work depends on besides the tensors' own layouts: parameters, states, options."""
         params = [p for group in self.param_groups for p in group["params"]]
         options = [
             [group.get(name) for name in ("fused", "placement", "spill_dir", *self.structural)]
@@ -241,7 +239,7 @@ class CompressedOptimizer(Optimizer):
         return kept, sizes, options, dispatch.forced()
 
     def _items(self) -> list[ParamStep]:
-        """Return one `ParamStep` for each parameter with a gradient, once all of them were checked."""
+        """Return a `ParamStep` for each parameter with a gradient, after checking all of them."""
         items = []
         for group, name, p in self._params():
             parted = bool(p.requires_grad and sharding.groups_of(p))  # another rank may have a gradient
@@ -293,7 +291,7 @@ class CompressedOptimizer(Optimizer):
                 warnings.warn(f"{type(self).__name__} {caveat}: {', '.join(names)}", stacklevel=3)
 
     def _settle(self, work: Work, admitted: Mask) -> bool:
-        """Return what first steps need: state, and what is learned from gradients.
+        """Create the state that first steps need, and learn from their gradients.
 
         Returns:
             Whether statistics must be taken once more, because what they are taken over has changed.
@@ -311,23 +309,23 @@ class CompressedOptimizer(Optimizer):
         return changed
 
     def _plans(self) -> Iterator[tuple[ParamPlan, State]]:
-        """Plan and state of every parameter that has state."""
+        """Yield plan and state of every parameter that has state."""
         return ((self.plan_of(p, group, name), self.state[p]) for group, name, p in self._params() if self.state.get(p))
 
     def wait(self) -> None:
-        """Return once state that is on its way home from a step is there, to be read (``placement="paged"``)."""
+        """Wait until paged state that a step is still copying back can be read (``placement="paged"``)."""
         self._placements.wait()
 
     def kernels(self) -> dict[Tensor, str]:
-        """Return the backend that took each parameter at the last step, by name."""
+        """Return the name of the backend that took each parameter at the last step."""
         work = self._work
         return {item.whole: name for item, name in zip(work.items, work.backends, strict=True)} if work else {}
 
     # ------------------------------------------------------------ state dict
 
     def state_dict(self) -> dict[str, Any]:
-        """Return as in torch; shapes follow from the parameters' shapes, and ``torch.load(weights_only=True)`` reads
-        it.
+        """Return the state as torch does. Shapes follow from the parameters' shapes, and
+        ``torch.load(weights_only=True)`` reads the saved file.
         """
         self.wait()
         live = self.state
@@ -371,7 +369,7 @@ class CompressedOptimizer(Optimizer):
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Publish loaded or unpickled state: unwrap and place its tensors, and bring them into their live shape."""
+        """Take over loaded or unpickled state: unwrap its tensors, place them, and give them their live shapes."""
         if "_placements" in self.__dict__:
             self._placements.wait()
         self._reset()

@@ -58,7 +58,9 @@ class Calibration:
         return again
 
     def _holds(self, learned: Tensor | None) -> bool:
-        """Return whether there is nothing to learn, or calibration has filled this tensor. Asked of the device once."""
+        """Return whether there is nothing to learn, or calibration has filled this tensor. Reads the device once per
+        tensor.
+        """
         if learned is None or learned in self._done:
             return True
         if learned.any():
@@ -78,7 +80,7 @@ def known_in(lesson: str, states: Iterable[tuple[ParamPlan, State]]) -> Tensor |
 
 
 def _learn(pupils: list[Pupil]) -> Tensor:
-    """Return what follows from the gradients of all ``pupils``, on all ranks: one collective per set of process groups."""
+    """Learn from the gradients of all ``pupils`` on all ranks, with one collective per set of process groups."""
     members: dict[sharding.Groups, list[tuple[ParamStep, StateFormat]]] = {}
     for item, _, form in pupils:
         members.setdefault(sharding.groups_of(item.whole), []).append((stepped(item), form))
@@ -93,7 +95,7 @@ def _learn(pupils: list[Pupil]) -> Tensor:
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:
-    """Return their sum, on the CPU if they lie on several devices."""
+    """Return the sum of ``parts``, on the CPU if they are on several devices."""
     first, *rest = parts
     for part in rest:
         first = first + part if part.device == first.device else first.cpu() + part.cpu()

@@ -57,7 +57,7 @@ class Exchange:
         unsure: Callable[[ParamStep], bool],
         error: ValueError | None,
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Add up statistics of g^2 over all ranks, and learn what they know together.
+        """Add up statistics of g^2 over all ranks, and share what each rank knows of its gradients.
 
         Args:
             work: observed; None if this rank failed.

@@ -97,17 +97,17 @@ class Gefen(CompressedOptimizer):
         check_choice(group, "bits", (8,), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Return compressed moments from two dims on, each where it takes fewer bytes than fp32; else AdamW's own."""
+        """Plan compressed moments for two and more dims, where they take fewer bytes than fp32; else AdamW's own."""
         return _plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Return codes, and one second moment per block of the flat piece: its rows and columns are not known."""
+        """Plan codes and one second moment per block of the flat piece, because its rows and columns are not known."""
         return ParamPlan(ADAMW, (BlockQuantized(group["block_size"]), BlockMean()))
 
 
 @lru_cache(maxsize=4096)
 def _plan(shape: tuple[int, ...], dtype: torch.dtype, second_moment: str, block_size: int) -> ParamPlan:
-    """Return `Gefen.plan` as a function of its options, remembered, because it is asked for at every step."""
+    """Return `Gefen.plan` as a function of its options, cached, because every step asks for it."""
     view, dense = geometry(shape), Dense()
     m = smallest(view, dtype, dense, BlockQuantized(block_size)) if len(shape) > 1 else dense
     v = m if m == dense else smallest(view, dtype, dense, SECOND_MOMENTS[second_moment])

@@ -87,8 +87,8 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Return names of the weights that turn hidden states into outputs: those that ``model.get_output_embeddings()``
-    returns, else of linear layers called ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``.
+    """Return the names of the weights that turn hidden states into outputs: those of ``model.get_output_embeddings()``,
+    else of linear layers called ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``.
     """
     output = getattr(model, "get_output_embeddings", lambda: None)()
     names = []

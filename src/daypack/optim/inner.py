@@ -19,9 +19,7 @@ from daypack.rules.base import Rule
 
 
 def inner_names(unfit: Mapping[str, str]) -> tuple[str, ...]:
-    """Return names of the optimizers that can be put inside another one: AdamW and ours, but for those that are
-    ``unfit``.
-    """
+    """Return the names of the optimizers that can be used inside another: AdamW and ours, except those in ``unfit``."""
     from daypack.optim.registry import REGISTRY
 
     ours = (name for name, cls in REGISTRY.items() if issubclass(cls, CompressedOptimizer) and name not in unfit)
@@ -79,8 +77,8 @@ class Inner:
         return {**defaults, **neutral, **dict(self.options)}
 
     def shares(self, option: str) -> bool:
-        """Return whether it takes over ``option`` of the outer optimizer: it has it, and as a number where that has
-        one.
+        """Return whether it takes over ``option`` of the outer optimizer: it must have it too, and as a number if the
+        outer one has a number.
         """
         defaults = optimizer_of(self).defaults
         return option in self.shared and option in defaults and not (option == "eps" and _is_pair(defaults["eps"]))
@@ -107,7 +105,7 @@ class Inner:
 
 @lru_cache(maxsize=256)
 def optimizer_of(inner: Inner) -> Optimizer:
-    """Return an optimizer over nothing: it checks the options, and knows the defaults and the plans."""
+    """Build an optimizer over no parameters, which checks the options and knows the defaults and the plans."""
     from daypack.optim.registry import create
 
     return create(inner.name, [torch.empty(0, device="cpu")], **dict(inner.options))
@@ -115,7 +113,7 @@ def optimizer_of(inner: Inner) -> Optimizer:
 
 @lru_cache(maxsize=256)
 def _translated(rule: Rule, inner: Inner) -> Rule:
-    """Return ``rule`` reading its options from a group of the outer optimizer's."""
+    """Return ``rule`` so that it reads its options from a group of the outer optimizer."""
     return replace(rule, translate=inner.group)
 
 

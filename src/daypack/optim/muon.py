@@ -159,7 +159,7 @@ class Muon(CompressedOptimizer):
         _beside(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Return momentum alone for hidden matrices; what the optimizer beside plans for all else."""
+        """Plan momentum alone for hidden matrices, and what the optimizer beside plans for everything else."""
         other = group.get("embedding") is True or not group["use_muon"]
         if len(shape) < 2 or other or any(fnmatchcase(plain_name(name), each) for each in group["beside_names"]):
             return _beside(group).plan(shape, dtype, group, name)

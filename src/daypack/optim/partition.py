@@ -138,8 +138,8 @@ def _segments(text: str, lines: int, rule: str, shape: tuple[int, ...], name: st
 
 @lru_cache(maxsize=65536)
 def choose(name: str, shape: tuple[int, ...], partition: Partition, known: Attention) -> Choice:
-    """Return the rule of a parameter: the first entry of ``partition`` whose pattern matches, else what name and shape
-    say.
+    """Return the rule of a parameter: of the first entry of ``partition`` whose pattern matches, else by name and
+    shape.
     """
     name = plain_name(name)
     for pattern, rule, *why in partition:
@@ -149,7 +149,7 @@ def choose(name: str, shape: tuple[int, ...], partition: Partition, known: Atten
 
 
 def infer(name: str, shape: tuple[int, ...], known: Attention, kind: str = "matrix") -> Choice:
-    """Return the rule that a name, a shape and what is known about heads suggest; always one that fits the shape.
+    """Return the rule that a name, a shape and what is known about heads suggest; it always fits the shape.
 
     Args:
         kind: type of the module. GPT-2's linear layer in transformers, ``Conv1D``, keeps ``[inputs, outputs]``.
@@ -187,7 +187,7 @@ def _head_size(role: str, lines: int, inputs: int, known: Attention) -> int | No
 
 
 def _fused(role: str, lines: int, size: int, heads: int, value: str) -> str:
-    """Return segments of a weight that holds query, key and value; "" if its lines do not add up to such."""
+    """Return the segments of a weight that holds query, key and value; "" if its lines do not add up to these."""
     shared, rest = divmod(lines - heads * size, 2 * size)  # key heads, as many value heads
     if rest or shared < 1 or heads < 1 or heads % shared:
         return ""
@@ -221,7 +221,7 @@ def of_model(model: nn.Module, known: Attention) -> Partition:
 
 
 def _choices(model: nn.Module, known: Attention) -> Iterator[tuple[str, Choice]]:
-    """Yield each parameter once, under its first name."""
+    """Yield the choice for each parameter once, under its first name."""
     modules, seen = dict(model.named_modules()), set()
     for prefix, module in modules.items():
         for key, p in module.named_parameters(recurse=False):
@@ -235,7 +235,7 @@ def _choices(model: nn.Module, known: Attention) -> Iterator[tuple[str, Choice]]
 
 
 def _attention(path: Sequence[nn.Module], known: Attention) -> Attention:
-    """Return what is known about a parameter's heads: what was given, else what the innermost module on its path says."""
+    """Return what is known about a parameter's heads: what was given, else what its innermost module says."""
     sources = [source for module in path for source in (module, getattr(module, "config", None))]
 
     def find(names: Sequence[str]) -> int | None:

@@ -40,7 +40,7 @@ class Keep:
         self.tensor, self.spec = tensor, spec
 
     def copy(self, param: Tensor) -> Tensor:
-        """Return a copy where the state of ``param`` lives, sharded as ``param`` is."""
+        """Return a copy where the state of ``param`` is kept, sharded as ``param`` is."""
         part = sharding.place(param, self.tensor.detach(), self.spec)
         fresh = part.to(self.spec.device(param.device), copy=True, memory_format=torch.contiguous_format)
         self.tensor = fresh  # the saved one is needed no more
@@ -53,7 +53,7 @@ def require_dict(loaded: object) -> None:
 
 
 def prepare(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked form of ``loaded`` that torch may publish. ``optimizer`` is only read.
+    """Return ``loaded``, checked and wrapped, for torch to put into the optimizer. ``optimizer`` is only read.
 
     Raises:
         ValueError: groups or names do not match, or an entry does not fit its parameter, here or on another rank.
@@ -119,7 +119,7 @@ def _match(group: Group, live: Group, index: int) -> None:
 
 
 def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int) -> None:
-    """Back-fill options that an older version did not save, check all of them, and say when a stored form changes."""
+    """Fill in options that an older version did not save, check all of them, and log when a stored form changes."""
     if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
         raise ValueError(
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
@@ -152,18 +152,20 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
 
 
 def _peculiar(optimizer: CompressedOptimizer, group: Group) -> str:
-    """Return what of the rule's moments no other rule's can be taken for; empty if they are plain means."""
+    """Say which moment of the optimizer's rule is not a plain mean, so that other rules' state cannot be taken for it;
+    empty if none is.
+    """
     odd = (moment for moment in optimizer.main_rule(group).moments if moment.meaning.of not in PLAIN_MEANS)
     return next((f"{moment.name} must be a mean of {moment.meaning.of}" for moment in odd), "")
 
 
 def _frozen(value: Any) -> Any:
-    """Return ``value`` with tuples for lists, which a gathered state dict has in their place."""
+    """Return ``value`` with tuples for lists, because a gathered state dict has lists in place of tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
-    """Return state keys of a parameter (of the whole of it) as ``state_dict()`` shows them; all but ``step``."""
+    """Return the state keys of a whole parameter as ``state_dict()`` shows them, except ``step``."""
     return plan.specs(param.shape, param.dtype, saved=True)
 
 
@@ -175,14 +177,14 @@ def part_of(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, 
 
 
 def shown(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``state_dict()`` shows in another shape than the live state has."""
+    """Return what ``state_dict()`` shows in another shape than the live state."""
     part, specs, view = part_of(param, plan, state), specs_of(param, plan), sharding.local_view(param, plan)
     changed = {key: value for moment, form in plan.stored for key, value in form.save(part, moment, view).items()}
     return {key: sharding.wrap(param, value, specs[key]) for key, value in changed.items()}
 
 
 def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
-    """Put copies in place of what `prepare` wrapped, in their live shape; this rank's part of the state."""
+    """Replace what `prepare` wrapped by copies in their live shape, and return this rank's part of the state."""
     for key, value in state.items():
         if isinstance(value, Keep):
             state[key] = value.copy(param)
@@ -193,7 +195,7 @@ def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, 
 
 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
-    """Return ``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
+    """Return ``entry`` with its tensors wrapped, after checking every key, shape, dtype and value against ``param``."""
     plan = optimizer.plan_of(param, group, name)
     rule, cls = optimizer.main_rule(group).name, type(optimizer).__name__
     if group["rule"] not in (None, rule):
@@ -219,7 +221,7 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
 
 
 def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
-    """Refuse to step state that was laid out for another dtype or other options: they cannot change once it exists."""
+    """Refuse to step state that was laid out for another dtype or other options, which cannot change once it exists."""
     specs = validate.live_specs(plan, sharding.local_view(param, plan), param.dtype)
     if wrong := validate.misfits(specs, state):
         raise ValueError(

@@ -20,7 +20,7 @@ _REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def misfits(specs: Mapping[str, ComponentSpec], state: Mapping[str, Any], strict: bool = True) -> list[str]:
-    """Return what ``state`` lacks or has in another form than ``specs`` say; tensors of a wrong form first.
+    """List what ``state`` lacks or has in another form than ``specs`` say, tensors of a wrong form first.
 
     Args:
         strict: tensors must be there, in the very dtype; else they may be missing, or in another floating-point dtype.
@@ -34,14 +34,14 @@ def misfits(specs: Mapping[str, ComponentSpec], state: Mapping[str, Any], strict
 
 
 def unknown(specs: Mapping[str, ComponentSpec], state: Mapping[str, Any]) -> list[str]:
-    """Return what ``state`` holds beside ``specs`` and the step."""
+    """List what ``state`` holds besides ``specs`` and the step."""
     return [f"{key} is not known" for key in state if key not in specs and key != "step"]
 
 
 def damage(
     kept: Iterable[tuple[Moment | None, str, StateFormat]], state: Mapping[str, Any], view: Geometry
 ) -> list[str]:
-    """Return what is wrong with the values of state that fits.
+    """List what is wrong with the values of state whose keys, shapes and dtypes fit.
 
     Args:
         kept: moment, key and format of each part; no moment for what is none (the basis of a projection).
@@ -51,13 +51,13 @@ def damage(
 
 
 def parts_of(plan: ParamPlan) -> list[tuple[Moment | None, str, StateFormat]]:
-    """Return what `damage` takes, of a plan of daypack's."""
+    """Return the parts of a daypack plan as `damage` takes them."""
     moments = {moment.name: moment for moment, _ in plan.kept}
     return [(moments.get(key), key, form) for key, form in plan.stored]
 
 
 def live_specs(plan: ParamPlan, view: Geometry, dtype: torch.dtype) -> dict[str, ComponentSpec]:
-    """Return the tensors of live state of what ``view`` says is here."""
+    """Return the tensors of live state for the part of a parameter that ``view`` describes."""
     found = {}
     for name, form in plan.stored:
         for live, saved in zip(form.components(view, dtype), form.saved(view, dtype), strict=True):
@@ -75,14 +75,14 @@ def is_count(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value of the state in a few words."""
+    """Describe a value of the state in a few words."""
     if isinstance(value, Tensor):
         return shown(value.item()) if not value.dim() else brief(value.dtype, value.shape)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def brief(dtype: torch.dtype, shape: Iterable[int]) -> str:
-    """Return a dtype and a shape in a few words."""
+    """Describe a dtype and a shape in a few words."""
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}".replace(f"{ANY}", "any")
 
 

@@ -35,13 +35,13 @@ class Placement:
         return self.zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
 
     def adopt_(self, state: State) -> None:
-        """`adopt` for every tensor of one parameter's state."""
+        """Call `adopt` for every tensor of one parameter's state."""
         for key, value in state.items():
             if isinstance(value, Tensor):
                 state[key] = self.adopt(value)
 
     def fetch(self, state: State) -> State:
-        """Begin to bring the state in; what `ready` and `release` are then given."""
+        """Begin to bring the state in, and return what `ready` and `release` are to be given."""
         return state
 
     def ready(self, working: State) -> State:
@@ -52,7 +52,7 @@ class Placement:
         """Begin to bring ``working``, which was stepped, back to ``state``."""
 
     def wait(self) -> None:
-        """Return once nothing is on its way any more."""
+        """Return once no copy is under way any more."""
 
 
 class Resident(Placement):

@@ -67,8 +67,9 @@ class Mapped(Placement):
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Make the file ``nbytes`` long, with the room on the disk where the system can: a full disk is an error now,
-    and not a signal in the middle of a step."""
+    """Make the file ``nbytes`` long and reserve the disk space where the system can, so that a full disk is an error
+    now and not a signal in the middle of a step.
+    """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, nbytes)
     else:  # macOS
@@ -76,7 +77,7 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _advise(state: State, advice: int) -> None:
-    """Tell the system about the pages of every mapped tensor. Only advice: what it makes of it changes no value."""
+    """Tell the system how the pages of every mapped tensor will be used. This is advice and changes no value."""
     for value in state.values():
         if isinstance(value, Tensor) and is_mapped(value):
             storage = value.untyped_storage()

@@ -50,12 +50,12 @@ class Placements:
         return home.zeros(spec.shape, spec.dtype)
 
     def wait(self) -> None:
-        """Let state that is on its way arrive, before anyone reads it."""
+        """Wait until all state that is being copied has arrived, so that it can be read."""
         for placement in self._known.values():
             placement.wait()
 
     def apply(self, work: Work, admitted: NDArray[np.bool_]) -> None:
-        """`Work.apply`, one piece of state after the other: while one is stepped, the next is on its way."""
+        """Run `Work.apply` piece by piece: while one piece of state is stepped, the next is brought in."""
         pieces = _pieces(work.items, admitted)
         coming = self._fetch(work.items, pieces[0]) if pieces else []
         for piece, following in zip(pieces, [*pieces, []][1:], strict=True):
@@ -73,7 +73,7 @@ class Placements:
                 placement.release(home, working)
 
     def _fetch(self, items: list[ParamStep], piece: list[int]) -> list[tuple[ParamStep, Placement, State, State]]:
-        """Return ParamSteps of a piece with their placement, their state at home, and that which is on its way."""
+        """Begin to fetch a piece. Returns each item with its placement, its state at home, and the fetched state."""
         chosen = [(items[i], self.of(items[i].group, items[i].param.device)) for i in piece]
         return [(item, placement, item.state, placement.fetch(item.state)) for item, placement in chosen]
 

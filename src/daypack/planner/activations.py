@@ -56,13 +56,13 @@ class ActivationPlanner:
     _at: dict[int, Activations] = field(default_factory=dict, init=False)
 
     def exactly(self, batch: int) -> Activations:
-        """Return at a micro-batch of ``batch``, measured at that very size where it can be."""
+        """Return the activations at a micro-batch of ``batch``, measured at that very size if the module can be run."""
         if batch not in self._at:
             self._at[batch] = self._measure(batch)
         return self._at[batch]
 
     def peak(self, batch: int) -> float:
-        """Return peak bytes at ``batch``: between the measured sizes, on the line through two of them.
+        """Return the peak bytes at ``batch``: between two measured sizes, on the line through them.
 
         The peak is the largest of several functions that rise in straight lines, so such a line never lies below it.
         """
@@ -107,7 +107,7 @@ class ActivationPlanner:
 
 
 def _checkpointing(module: nn.Module) -> Any:
-    """Return the module's own switch for checkpoints; None if it has none."""
+    """Return the module's own method that turns checkpointing on; None if it has none."""
     return getattr(
         module,
         "activation_checkpointing_enable",  # its name from transformers 6 on
@@ -160,7 +160,7 @@ def _plain(output: Any) -> Any:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Trainable and frozen floating-point parameters to ``dtype``, except adapters, which stay as they are."""
+    """Convert floating-point parameters, trainable and frozen, to ``dtype``, except adapters."""
     for name, p in module.named_parameters():
         if p.is_floating_point() and "lora_" not in name:
             p.data = p.data.to(dtype)

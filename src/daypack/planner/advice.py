@@ -56,7 +56,7 @@ def recommend(plan: MemoryPlan) -> MemoryPlan:
 
 
 def _fused(row: OptimizerPlan) -> int:
-    """Return total of one of torch's optimizers with ``fused=True``, whose step has no temporaries."""
+    """Return the total of one of torch's optimizers with ``fused=True``, whose step has no temporaries."""
     return row.resident + row.activations
 
 

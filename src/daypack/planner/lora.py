@@ -74,7 +74,7 @@ def _module(model: ModelSpec, rank: int, targets: Sequence[str]) -> ModelSpec:
 
 
 def _shapes(model: ModelSpec, rank: int, targets: Sequence[str]) -> ModelSpec:
-    """Return where only shapes are known: every matrix whose name does not say that it is something else."""
+    """Add adapters where only shapes are known: to every matrix whose name does not say that it is something else."""
     params = [replace(p, trainable=False) for p in model.params]
     for p in model.params:
         name = p.name.removesuffix(".weight")

@@ -189,7 +189,7 @@ def _describe(model: ModelSpec | nn.Module | Iterable[Any], inputs: Inputs | Non
 
 
 def _with_weights(spec: ModelSpec, dtype: torch.dtype | None) -> ModelSpec:
-    """Return ``spec`` with its floating-point parameters, adapters excepted, in ``dtype``."""
+    """Return ``spec`` with its floating-point parameters, except adapters, in ``dtype``."""
     if dtype is None:
         return spec
     params = (
@@ -222,7 +222,7 @@ def _gradients(spec: ModelSpec, layout: Parallel, dtype: torch.dtype | None) -> 
 
 
 def _copies(spec: ModelSpec, layout: Parallel, compute: torch.dtype, masters: bool) -> int:
-    """Return fp32 master weights, and the casts of matrices that autocast keeps until the backward pass is over."""
+    """Return the bytes of fp32 master weights, and of the casts that autocast keeps until the backward pass is over."""
     total = 0
     if masters:
         sharded = layout.shards_gradients
@@ -234,7 +234,7 @@ def _copies(spec: ModelSpec, layout: Parallel, compute: torch.dtype, masters: bo
 
 
 def _row(text: str, setup: _Setup, *, strict: bool) -> OptimizerPlan:
-    """Return the plan of one optimizer. If it refuses the model, that is an error where it was asked for, else a note."""
+    """Return the plan of one optimizer. If it refuses the model: raise if it was asked for, else note the problem."""
     try:
         name, options = parse_optimizer(text)
         state = plan_state(name, setup.state_params, options, setup.parallel, **setup.how)

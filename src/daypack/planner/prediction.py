@@ -114,7 +114,7 @@ def predict(
 
 
 def _dense(p: Tensor | ParamSpec, moments: int) -> int:
-    """Return bytes of so many moments of a parameter in fp32 (fp64), but at least of two."""
+    """Return the bytes of ``moments`` moments of a parameter, but at least of two, in fp32 (fp64)."""
     elements = p.numel() if isinstance(p, Tensor) else p.elements
     return max(2, moments) * elements * accumulator(p.dtype).itemsize
 
@@ -149,7 +149,7 @@ def _create(name: str, groups: list[dict[str, Any]], options: Mapping[str, Any])
 
 
 def _stepped(name: str, params: Sequence[ParamSpec], options: Mapping[str, Any], foreach: bool) -> Prediction:
-    """Return state and temporaries of an optimizer that creates its state only in its step.
+    """Predict state and temporaries of an optimizer that creates its state only in its step.
 
     Such an optimizer treats parameters of one shape, dtype and group alike, so one of each takes the step. All at once
     (foreach) their temporaries add up, one by one only the largest counts, and fused kernels have none.
@@ -169,7 +169,7 @@ def _stepped(name: str, params: Sequence[ParamSpec], options: Mapping[str, Any],
 
 
 def _step(name: str, spec: ParamSpec, options: Mapping[str, Any]) -> tuple[StoredTensors, int]:
-    """Return state after a step on one parameter, and the peak of the second step's temporaries in bytes."""
+    """Return the state after a step on one parameter, and the peak of the second step's temporaries in bytes."""
     p = _placeholder(spec)
     optimizer = _create(name, _groups([spec], [p]), options)
     p.grad = torch.empty_like(p)
@@ -184,7 +184,7 @@ def _step(name: str, spec: ParamSpec, options: Mapping[str, Any]) -> tuple[Store
 
 
 def _found(p: Tensor, state: Mapping[str, Any]) -> StoredTensors:
-    """Return what is in the state of ``p``; a plain number counts as one of 8 bytes."""
+    """Return what is in the state of ``p``; a plain number counts as a tensor of 8 bytes."""
     tensors: StoredTensors = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -199,7 +199,7 @@ def sizes(tensors: StoredTensors) -> dict[str, int]:
 
 
 def _bound(params: Sequence[ParamSpec]) -> int:
-    """Return temporary bytes of a step of daypack's: it touches at most a row chunk at a time."""
+    """Bound the temporary bytes of a step of daypack's optimizers, which work on one row chunk at a time."""
     largest = max(p.elements for p in params)
     return STEP_BUFFERS * 4 * min(CHUNK_ELEMENTS, largest)
 

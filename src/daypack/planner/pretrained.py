@@ -21,7 +21,7 @@ _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGenerat
 
 
 def transformers(*, required: bool = True) -> Any:
-    """Return the library; None without it, or with ``required`` a ValueError."""
+    """Return the library; if it is missing, None, or with ``required`` raise ValueError."""
     try:
         with quiet():
             return importlib.import_module("transformers")
@@ -34,14 +34,13 @@ def transformers(*, required: bool = True) -> Any:
 
 
 def known_types() -> frozenset[str]:
-    """Return model types, such as ``llama``."""
+    """Return the model types, such as ``llama``."""
     library = transformers()
     return frozenset(library.CONFIG_MAPPING.keys())
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """Return the model of a configuration, as the content of a ``config.json``; weights in the dtype that it names,
-    else fp32.
+    """Describe the model of a ``config.json``, given its content; weights in the dtype that it names, else fp32.
 
     Raises:
         ValueError: transformers is missing, or cannot build it.
@@ -72,7 +71,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
 def describe(
     module: nn.Module, name: str | None = None, dtype: torch.dtype | None = None, shape: TransformerShape | None = None
 ) -> ModelSpec:
-    """Return a model of transformers with the inputs that it is trained on."""
+    """Describe a model of transformers, with the inputs that it is trained on."""
     if dtype is not None:
         for p in module.parameters():
             p.data = p.data.to(dtype)
@@ -126,7 +125,7 @@ def _inputs(module: Any) -> Inputs | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines of the library about options that matter at run time only."""
+    """Silence the library's log lines about options that matter at run time only."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

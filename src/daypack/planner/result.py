@@ -163,7 +163,7 @@ def table_cells(plan: MemoryPlan) -> list[tuple[str, ...]]:
 
 
 def unit(largest: int) -> tuple[float, str]:
-    """Return the unit of a table whose largest size is ``largest`` bytes: bytes in it, and its name."""
+    """Return the unit of a table whose largest size is ``largest`` bytes: its number of bytes, and its name."""
     return (1e9, "GB") if largest >= 5e8 else (1e6, "MB")
 
 
@@ -176,7 +176,7 @@ def _figure(value: float) -> str:
 
 
 def count(elements: int) -> str:
-    """Return ``6.74 B``, ``124 M``: a number of parameters."""
+    """Format a number of parameters: ``6.74 B``, ``124 M``."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if elements >= scale:
             return f"{elements / scale:.{'0f' if elements >= 999.5 * scale else '3g'}} {unit}"

@@ -29,7 +29,7 @@ _LONGEST_HEADER = 100_000_000
 
 
 def load_model(text: str, *, sample: str | None = None) -> ModelSpec:
-    """Return the model that ``text`` names. Nothing is downloaded, and no weight is read or allocated.
+    """Describe the model that ``text`` names. Nothing is downloaded, and no weight is read or allocated.
 
     Args:
         text: a Hugging Face ``config.json`` or the folder of one, a ``.safetensors`` file or a folder of them, a
@@ -60,8 +60,8 @@ def load_model(text: str, *, sample: str | None = None) -> ModelSpec:
 
 
 def from_count(text: str) -> ModelSpec:
-    """Return a stand-in with exactly ``text`` (``7B``) parameters: matrices as wide as a Llama-like model of that size
-    has.
+    """Describe a stand-in with exactly ``text`` (``7B``) parameters: matrices as wide as in a Llama-like model of that
+    size.
     """
     shapes, shape = stand_in(parse_count(text))
     note = (
@@ -72,7 +72,7 @@ def from_count(text: str) -> ModelSpec:
 
 
 def from_safetensors(paths: list[Path], config: dict[str, Any] | None = None) -> ModelSpec:
-    """Return shapes and dtypes from the headers of a checkpoint's files; what has fewer than 16 bits or is whole is
+    """Read shapes and dtypes from the headers of a checkpoint's files. Integers and types below 16 bits count as
     frozen.
     """
     params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -112,7 +112,7 @@ def from_function(text: str, sample: str | None = None) -> ModelSpec:
 
 
 def sample_inputs(sample: str) -> Inputs:
-    """Return inputs of one tensor for each sample: ``3x224x224`` numbers, or ``ids``, a sequence of token ids.
+    """Return inputs of one tensor per sample: ``3x224x224`` numbers, or ``ids``, a sequence of token ids.
 
     Raises:
         ValueError: neither of the two.
@@ -153,7 +153,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> shape and dtype of each tensor of a safetensors file, of which the header alone is read."""
+    """Read name, shape and dtype of each tensor from the header of a safetensors file, and nothing else of it."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

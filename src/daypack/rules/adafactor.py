@@ -9,7 +9,9 @@ from daypack.rules.base import Elements, Hyper, Meaning, Moment, Options, Rule, 
 
 
 def _options(group: Options, step: int) -> Hyper:
-    """Return the second moment's decay ``1 - step^beta2_decay`` is 0 at first and grows towards 1."""
+    """Return Adafactor's options; the second moment's decay, ``1 - step^beta2_decay``, is 0 at first and grows towards
+    1.
+    """
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     return Hyper(
         step,
@@ -24,7 +26,7 @@ def _options(group: Options, step: int) -> Hyper:
 
 
 def _normalized(x: Elements) -> Tensor:
-    """Return ``g / max(sqrt(v), eps)``; eps is the arithmetic's own unless the group says otherwise."""
+    """Return ``g / max(sqrt(v), eps)``; eps is the machine epsilon unless the group gives another."""
     eps = x.hyper.option("eps")[0]
     smallest = torch.finfo(x.g.dtype).eps if eps is None else float(eps)
     return x.g / x.new("exp_avg_sq").sqrt().clamp_(min=smallest)
@@ -37,7 +39,7 @@ def _clipped(x: Elements) -> Tensor:
 
 
 def _advance(x: Elements) -> Tensor:
-    """Return ``m = b1 m + (1 - b1) u``, ``u`` the clipped direction."""
+    """Return ``m = b1 m + (1 - b1) u``, where ``u`` is the clipped direction."""
     return torch.lerp(x.old("exp_avg"), _clipped(x), 1 - x.hyper.beta1)
 
 

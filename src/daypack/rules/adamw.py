@@ -25,7 +25,7 @@ def adamw(x: Elements) -> Tensor:
 
 
 def _coupled(group: Options, step: int) -> Hyper:
-    """Return adam's options; decay is part of the gradient."""
+    """Return Adam's options; decay is part of the gradient."""
     hyper = decoupled(group, step)
     return replace(hyper, shrink=0.0, coupled=hyper.weight_decay)
 

@@ -20,13 +20,13 @@ from daypack.rules.base import (
 
 
 def alpha(options: Options, step: int) -> float:
-    """Return the weight of the slow average: from 0 in a straight line over ``alpha_warmup`` steps, then ``alpha``."""
+    """Return the weight of the slow average: linear from 0 over ``alpha_warmup`` steps, then ``alpha``."""
     warmup = options["alpha_warmup"]
     return float(options["alpha"]) * (1.0 if warmup is None else min(1.0, step / warmup))
 
 
 def beta3(options: Options, step: int) -> float:
-    """Return the decay of the slow average: from beta1 to ``betas[2]`` over ``beta3_warmup`` steps, evenly in
+    """Return the decay of the slow average: from beta1 to ``betas[2]`` over ``beta3_warmup`` steps, linear in
     half-lives.
     """
     beta1, _, last = map(float, options["betas"])
@@ -41,7 +41,7 @@ def beta3(options: Options, step: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _product(betas: tuple[float, ...], warmup: int | None, step: int) -> float:
-    """Return the product of `beta3` over all steps so far: what is left of the 0 that the average began with."""
+    """Return the product of `beta3` over all steps so far: the weight that the initial 0 still has in the average."""
     options = {"betas": betas, "beta3_warmup": warmup}
     rising = min(step, warmup or 0)
     return math.prod(beta3(options, t) for t in range(1, rising + 1)) * betas[2] ** (step - rising)

@@ -49,9 +49,7 @@ class Hyper:
         return 1 - self.beta2**self.step
 
     def seen(self, g: Tensor, p: Tensor) -> Tensor:
-        """Return what the rule takes for the gradient: turned round if it ascends, with coupled decay. May be ``g``
-        itself.
-        """
+        """Return the gradient as the rule uses it: negated to maximize, with coupled decay. May be ``g`` itself."""
         g = -g if self.maximize else g
         return g.add(p, alpha=self.coupled) if self.coupled else g
 
@@ -99,7 +97,7 @@ class Elements:
         return name in self._old or name in self._new
 
     def old(self, name: str) -> Tensor:
-        """Return a moment before this step. Of one that is kept as statistics only if it is `Moment.late`."""
+        """Return a moment before this step. If it is kept as statistics, only a `Moment.late` one has an old value."""
         return self._old[name]
 
     def new(self, name: str) -> Tensor:
@@ -118,12 +116,12 @@ Scale: TypeAlias = Callable[[Options, int], float]
 
 
 def unbiased(options: Options, step: int) -> float:
-    """Return of an average that is not biased towards 0."""
+    """Return the scale of an average that is not biased towards 0."""
     return 1.0
 
 
 def bias_corrected(index: int) -> Scale:
-    """Return of a moving average from 0 with decay ``betas[index]``."""
+    """Return the scale of a moving average from 0 with decay ``betas[index]``."""
     return lambda options, step: 1 / (1 - float(options["betas"][index]) ** step)
 
 
@@ -172,7 +170,7 @@ class Moment:
 def mean_of_gradients(
     name: str = "exp_avg", beta: Callable[[Hyper], float] = lambda hyper: hyper.beta1, scale: Scale | None = None
 ) -> Moment:
-    """Return ``m = b m + (1 - b) g``, from 0."""
+    """Return the moment ``m = b m + (1 - b) g``, from 0."""
 
     def advance(x: Elements) -> Tensor:
         return torch.lerp(x.old(name), x.g, 1 - beta(x.hyper))
@@ -186,7 +184,7 @@ def mean_of_squares(
     scale: Scale | None = None,
     late: bool = False,
 ) -> Moment:
-    """Return ``v = b v + (1 - b) g^2``, from 0."""
+    """Return the moment ``v = b v + (1 - b) g^2``, from 0."""
 
     def advance(x: Elements) -> Tensor:
         decay = beta(x.hyper)

@@ -21,7 +21,7 @@ def _measured(x: Elements) -> Tensor:
 
 
 def _direction(x: Elements) -> Tensor:
-    """Return the decayed direction ``u``, times ``|p| / |u|``; times 1 if either norm is 0 or the group is exempt."""
+    """Return the decayed direction ``u`` times ``|p| / |u|``, or ``u`` if either norm is 0 or the group is exempt."""
     direction, norms = _measured(x), x.norms
     if norms.param > 0 and norms.measured > 0 and x.hyper.option("trust_ratio"):
         direction.mul_(norms.param / norms.measured)

@@ -66,7 +66,7 @@ BLOCK_SIZE = "exp_avg_sq_block_size"
 
 
 def block_size(item: ParamStep) -> int:
-    """Return elements per scale of coded moments; 1 where none is coded."""
+    """Return the elements per scale of coded moments; 1 where none is coded."""
     sizes = [form.block_size for _, form in item.plan.kept if isinstance(form, BlockQuantized)]
     return max(1, min(sizes[0], item.view.cols)) if sizes else 1
 
@@ -78,7 +78,7 @@ def v_kind(form: StateFormat | None) -> int:
 
 
 def v_block_size(item: ParamStep) -> int:
-    """Return columns per block mean; 0 where there are none."""
+    """Return the columns per block mean; 0 where there are none."""
     if not isinstance(item.plan.format_of("exp_avg_sq"), BlockMean):
         return 0
     return int(item.state.get(BLOCK_SIZE, 0)) or default_block_size(item.view.cols)
