@@ -29,7 +29,7 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def is_flat_partition(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` looks like a flat piece of other parameters, as ZeRO and FSDP1 make them.
+    """Return whether ``tensor`` looks like a flat piece of other parameters, as ZeRO and FSDP1 use.
 
     They mark it, or hand over a vector that is not an `nn.Parameter`.
     """
@@ -48,7 +48,7 @@ def any_distributed(tensors: Iterable[Any]) -> bool:
 
 
 def is_bare_partition(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a flat piece that is not gathered by parameter (ZeRO's), large enough to compress."""
+    """Return whether ``tensor`` is a flat piece that nobody gathers by parameter (ZeRO's), worth compressing."""
     return tensor.ndim == 1 and not isinstance(tensor, Parameter) and tensor.numel() >= SMALLEST_PARTITION
 
 

@@ -140,22 +140,22 @@ class _Halves:
         errors = np.empty((2, free + 1))
         boundaries = np.zeros((free, 2, n), np.int16)
         last = np.empty((free + 1, 2), np.int64)
-        plan = _passes(self.bins)
+        passes = _passes(self.bins)
         for k in range(free + 1):
             total = best + outer
             last[k] = total.argmin(1)
             errors[:, k] = total[[0, 1], last[k]]
             if k < free:
-                best, boundaries[k] = self._layer(best, plan)
+                best, boundaries[k] = self._layer(best, passes)
         return errors, boundaries, last
 
-    def _layer(self, best: Array, plan: list[NDArray[np.int64]]) -> tuple[Array, NDArray[np.int64]]:
+    def _layer(self, best: Array, passes: list[NDArray[np.int64]]) -> tuple[Array, NDArray[np.int64]]:
         """Return ``new[j] = min over i <= j of best[i] + cost(i, j)`` and the minimising i, both ``[2, N + 1]``."""
         n = self.size
         flat = best.reshape(-1)
         new = np.zeros(2 * n)
         arg = np.zeros(2 * n, np.int64)
-        for js in plan:
+        for js in passes:
             step = js[0]
             stop = np.concatenate([js, js + n])
             after = np.minimum(js + step, n - 1)
@@ -189,7 +189,7 @@ class _Halves:
 
 
 def _passes(bins: int) -> list[NDArray[np.int64]]:
-    """Return positions 1..bins in passes, such that both neighbours of each position come in an earlier pass."""
+    """Return positions 1..bins in passes; both neighbours at a pass's distance come in earlier passes."""
     passes = [np.array([bins])]
     step = 1 << (bins - 1).bit_length() - 1
     while step:

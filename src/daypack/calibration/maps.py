@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-LEVELS = 256
+MAP_LEVELS = 256
 _DECADES = 7
 
 
@@ -36,7 +36,7 @@ def dynamic(signed: bool) -> Tensor:
 def even(signed: bool) -> Tensor:
     """Return multiples of 1/127 from -1 to 1 and the level 1/254; if not ``signed``, squares of multiples of 1/255."""
     if not signed:
-        return torch.linspace(0, 1, LEVELS, dtype=torch.float64).square().float()
+        return torch.linspace(0, 1, MAP_LEVELS, dtype=torch.float64).square().float()
     half = torch.arange(1, 128, dtype=torch.float64) / 127
     return torch.cat([-half.flip(0), torch.tensor([0.0, 0.5 / 127], dtype=torch.float64), half]).float()
 

@@ -31,7 +31,7 @@ from daypack.rules.base import Meaning
 HISTORY = 10
 _UNSTEPPED = "it was never stepped"
 #: Options that mean the same wherever a constructor has them. All others keep the new optimizer's defaults.
-SHARED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "nonfinite")
+SHARED_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "nonfinite")
 
 
 def convert(optimizer: Optimizer, name: str, **options: Any) -> Optimizer:
@@ -118,7 +118,9 @@ def kept_options(old: Mapping[str, Any], source: Snapshot, name: str, options: M
     known = foreign.options_of(source)
     kept = {}
     for key, value in old.items():
-        shared = key in SHARED and key in new and isinstance(value, tuple) == isinstance(new[key].default, tuple)
+        shared = (
+            key in SHARED_OPTIONS and key in new and isinstance(value, tuple) == isinstance(new[key].default, tuple)
+        )
         extra = key not in known and key not in new and key not in ("rule", "decoupled_weight_decay")
         if (shared or extra) and key not in options:
             kept[key] = _as_long_as(new[key].default, value) if shared else value

@@ -17,7 +17,7 @@ from daypack.checkpoint import libraries, moments, snapshot
 from daypack.checkpoint.moments import PLAIN, Storage
 from daypack.checkpoint.save_load import torch_class
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
-from daypack.checkpoint.torch_files import class_in, damage, is_safetensors, torch_load, weights_in
+from daypack.checkpoint.torch_files import class_in, file_damage, is_safetensors, torch_load, weights_in
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
 
@@ -341,7 +341,7 @@ def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot
         return _confirmed(files.read(path), cls_name, path), {}
     content = torch_load(path)
     weights, cls = weights_in(content), class_in(content)
-    if cls and (fault := damage(path)):
+    if cls and (fault := file_damage(path)):
         raise ValueError(f"damaged checkpoint {path}: {fault}; use another checkpoint")
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if isinstance(content, dict) and "param_groups" not in content and isinstance(content.get(key), dict):

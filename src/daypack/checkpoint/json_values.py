@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 #: The dtypes that a file may name, by name.
-DTYPES: dict[str, torch.dtype] = {
+FILE_DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -40,7 +40,7 @@ def encode(value: Any, what: str) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, Tensor) and value.dim() == 0 and name_of(value.dtype) in DTYPES:
+    if isinstance(value, Tensor) and value.dim() == 0 and name_of(value.dtype) in FILE_DTYPES:
         return {name_of(value.dtype): encode(value.item(), what)}
     if isinstance(value, list):
         return [encode(each, what) for each in value]
@@ -69,6 +69,6 @@ def decode(value: Any) -> Any:
             return tuple(map(decode, content))
         if kind == "dict" and isinstance(content, dict):
             return {key: decode(each) for key, each in content.items()}
-        if kind in DTYPES and isinstance(decode(content), (bool, int, float)):
-            return torch.tensor(decode(content), dtype=DTYPES[kind])
+        if kind in FILE_DTYPES and isinstance(decode(content), (bool, int, float)):
+            return torch.tensor(decode(content), dtype=FILE_DTYPES[kind])
     raise ValueError(f"not a value: {value!r:.60}")

@@ -84,7 +84,7 @@ def class_in(content: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def damage(path: Path) -> str | None:
+def file_damage(path: Path) -> str | None:
     """Say what is wrong with a file of ``torch.save`` by its checksums, which ``torch.load`` ignores; None: nothing."""
     if not zipfile.is_zipfile(path):
         return None  # torch's old format has no checksums

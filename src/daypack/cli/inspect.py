@@ -96,7 +96,7 @@ def diff(
     return 0 if found.equal else DIFFERENT
 
 
-COMMANDS: dict[Callable[..., Any], str] = {inspect: "[OPTIONS]", diff: "[OPTIONS]"}
+INSPECT_COMMANDS: dict[Callable[..., Any], str] = {inspect: "[OPTIONS]", diff: "[OPTIONS]"}
 
 
 def _require_page(html: Path) -> None:

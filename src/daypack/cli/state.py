@@ -28,7 +28,7 @@ From = Annotated[
         show_default="found from the state",
     ),
 ]
-Options = Annotated[
+OptionTexts = Annotated[
     list[str] | None, typer.Option("--option", help="Option of the new optimizer, as second_moment=blocks; repeatable.")
 ]
 Table = Annotated[bool, typer.Option("--table", help="Show every parameter, not a summary.")]
@@ -88,7 +88,7 @@ def convert(
     ],
     to: Annotated[str, typer.Option(help=f"The new optimizer: {', '.join(daypack.names())}.")],
     source: From = None,
-    option: Options = None,
+    option: OptionTexts = None,
     table: Table = False,
 ) -> None:
     """Turn the state of one optimizer into that of another, so that training goes on with it.
@@ -132,7 +132,7 @@ def transplant(
     ] = None,
     to: Annotated[str | None, typer.Option(help="Another optimizer.", show_default="that of the checkpoint")] = None,
     source: From = None,
-    option: Options = None,
+    option: OptionTexts = None,
     table: Table = False,
 ) -> None:
     """Carry optimizer state into a changed model: wider, deeper, more heads, a larger vocabulary, other names.
@@ -155,7 +155,7 @@ def transplant(
 
 
 #: Each command, and what its usage shows for options: a required one by name.
-COMMANDS: dict[Callable[..., None], str] = {
+STATE_COMMANDS: dict[Callable[..., None], str] = {
     consolidate: "[OPTIONS]",
     split: "[OPTIONS]",
     convert: "--to NAME [OPTIONS]",
@@ -240,7 +240,7 @@ def _model(text: str) -> nn.Module:
 
 
 def _over(old: Snapshot, model: nn.Module, name: str, rename: dict[str, str], options: dict[str, Any]) -> Any:
-    """Build an optimizer for the shapes of ``model``, grouped by the old groups that its parameters were in."""
+    """Build an optimizer for the shapes of ``model``; a group takes the options that most of its members had."""
     before = {
         changed_model.renamed(member, rename): index
         for index, (_, members) in enumerate(old.groups)

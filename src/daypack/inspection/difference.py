@@ -142,10 +142,10 @@ class StateDiff:
         }
 
 
-State = Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str]
+AnyState = Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def diff_states(a: State, b: State, optimizer: str | None = None) -> StateDiff:
+def diff_states(a: AnyState, b: AnyState, optimizer: str | None = None) -> StateDiff:
     """Compare two states, holding one parameter of each in memory at a time. Takes anything that `inspect_state` takes.
 
     Parameters are matched by name, without what wrappers (DDP, torch.compile, FSDP) put into it; where one state has

@@ -21,7 +21,7 @@ from daypack.rules.base import Rule
 #: The largest second moment so far, as torch's ``amsgrad`` keeps it.
 AMSGRAD = "max_exp_avg_sq"
 #: Options that no optimizer of these leaves open.
-_NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")
+_NEVER_NONE = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
         if AMSGRAD in stored:
             whole = ComponentSpec("", view.shape, torch.float32)
             faults += validate.misfits({AMSGRAD: whole}, stored, strict=False)
-        faults += [f"the option {key} is None" for key in _NUMBERS if options[name].get(key, 0) is None]
+        faults += [f"the option {key} is None" for key in _NEVER_NONE if options[name].get(key, 0) is None]
         step: Any = stored.get("step", 0)
         if not validate.is_count(step):
             faults.append(f"step is {validate.shown(step)}, not a whole number from 0")
@@ -134,7 +134,7 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
 
 
 def _on_cpu(entry: ParamState) -> tuple[dict[str, Any], list[str]]:
-    """Return the state of one parameter, copied to the CPU, and what of it could not be read."""
+    """Return the state of one parameter, on the CPU, and what of it could not be read."""
     stored: dict[str, Any] = {}
     faults = []
     for key, value in entry.state.items():

@@ -28,7 +28,7 @@ from daypack.optim.options import (
     check_positive,
     plain_name,
 )
-from daypack.optim.partition import Attention, Choice, Partition, check_partition, choose, form_of, of_model
+from daypack.optim.partition import Choice, KnownHeads, Partition, check_partition, choose_rule, form_of, of_model
 from daypack.param import ParamPlan
 from daypack.rules.adamw import ADAMW
 
@@ -102,7 +102,7 @@ class AdamMini(CompressedOptimizer):
         placement: Literal["resident", "paged"] = "resident",
         spill_dir: str | None = None,
     ) -> None:
-        partition = _complete(params, partition, Attention(num_heads, head_dim, value))
+        partition = _complete(params, partition, KnownHeads(num_heads, head_dim, value))
         params = params.named_parameters() if isinstance(params, nn.Module) else params
         super().__init__(params, arguments(locals()))
         self._check_patterns()
@@ -127,7 +127,9 @@ class AdamMini(CompressedOptimizer):
 
     def _choice(self, shape: torch.Size, group: Group, name: str) -> Choice:
         partition: Partition = tuple(map(tuple, group["partition"]))
-        return choose(name, tuple(shape), partition, Attention(group["num_heads"], group["head_dim"], group["value"]))
+        return choose_rule(
+            name, tuple(shape), partition, KnownHeads(group["num_heads"], group["head_dim"], group["value"])
+        )
 
     def partition_report(self) -> PartitionReport:
         """Report which elements share a second moment, and why; ``str()`` of the result is a table."""
@@ -188,7 +190,7 @@ class PartitionReport:
         return "\n".join(lines)
 
 
-def _complete(params: object, partition: Sequence[Sequence[str]], known: Attention) -> Partition:
+def _complete(params: object, partition: Sequence[Sequence[str]], known: KnownHeads) -> Partition:
     """Return ``partition`` followed by what the model behind ``params`` says, if there is one."""
     check_partition(partition, "AdamMini")
     given = tuple(map(tuple, partition))

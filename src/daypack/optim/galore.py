@@ -24,11 +24,11 @@ from daypack.optim.options import (
 from daypack.param import ParamPlan
 
 #: Options of GaLore that the inner optimizer takes over where it has them.
-SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")
+INNER_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize")
 #: Options of inner optimizers that read the parameter itself, which a stand-in is not, or override the learning rate.
 NEUTRAL = (("scale_parameter", False), ("relative_step", False))
 #: What makes no sense around a stand-in, why, and what to take.
-UNFIT = {
+UNFIT_INNER = {
     "galore": "a stand-in is not projected again; take inner='adamw' or 'gefen'",
     "lamb": "its step is as long as the parameter, and a stand-in starts at zero; take inner='adamw', or daypack.LAMB",
     "muon": "it needs the matrix itself, which a stand-in is not; take inner='adamw', or daypack.Muon",
@@ -120,10 +120,10 @@ class GaLore(CompressedOptimizer):
 
     def check_options(self, group: Group, where: str) -> None:
         check_adamw(group, where)
-        unfit = UNFIT.get(group["inner"]) if isinstance(group["inner"], str) else None
+        unfit = UNFIT_INNER.get(group["inner"]) if isinstance(group["inner"], str) else None
         if unfit:
             raise ValueError(f"inner={group['inner']!r} of {where} does not fit: {unfit}")
-        check_choice(group, "inner", inner_names(UNFIT), where)
+        check_choice(group, "inner", inner_names(UNFIT_INNER), where)
         if group["rank"] is not None:
             check_positive(group, "rank", where)
         check_positive(group, "update_proj_gap", where)
@@ -160,4 +160,4 @@ class GaLore(CompressedOptimizer):
 
 def _inner(group: Group, where: str = "a parameter group") -> Inner:
     """Return the inner optimizer of ``group``, checked."""
-    return Inner.of(group, "inner", SHARED, NEUTRAL, where)
+    return Inner.of(group, "inner", INNER_OPTIONS, NEUTRAL, where)

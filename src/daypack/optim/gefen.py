@@ -20,7 +20,7 @@ from daypack.optim.options import Group, arguments, check_adamw, check_block_siz
 from daypack.param import ParamPlan
 from daypack.rules.adamw import ADAMW
 
-SECOND_MOMENTS: dict[str, StateFormat] = {"factored": Factored(), "blocks": BlockMean()}
+GEFEN_SECOND_MOMENTS: dict[str, StateFormat] = {"factored": Factored(), "blocks": BlockMean()}
 
 
 class Gefen(CompressedOptimizer):
@@ -92,7 +92,7 @@ class Gefen(CompressedOptimizer):
 
     def check_options(self, group: Group, where: str) -> None:
         check_adamw(group, where)
-        check_choice(group, "second_moment", tuple(SECOND_MOMENTS), where)
+        check_choice(group, "second_moment", tuple(GEFEN_SECOND_MOMENTS), where)
         check_block_size(group, where)
         check_choice(group, "bits", (8,), where)
 
@@ -110,5 +110,5 @@ def _plan(shape: tuple[int, ...], dtype: torch.dtype, second_moment: str, block_
     """Return `Gefen.plan` as a function of its options, cached, because every step asks for it."""
     view, dense = geometry(shape), Dense()
     m = smallest(view, dtype, dense, BlockQuantized(block_size)) if len(shape) > 1 else dense
-    v = m if m == dense else smallest(view, dtype, dense, SECOND_MOMENTS[second_moment])
+    v = m if m == dense else smallest(view, dtype, dense, GEFEN_SECOND_MOMENTS[second_moment])
     return ParamPlan(ADAMW, (m, v))

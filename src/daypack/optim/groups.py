@@ -11,7 +11,7 @@ from daypack.optim.options import check_initialized, number
 #: Last parts of names that mark vectors-in-disguise: state-space models' decay rates and time steps.
 _NEVER_DECAYED = ("A_log", "dt_bias")
 #: Names of linear layers that are output heads where a model does not say which is.
-_HEADS = ("lm_head", "head", "classifier", "output", "score", "embed_out")
+_OUTPUT_HEADS = ("lm_head", "head", "classifier", "output", "score", "embed_out")
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -93,7 +93,7 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
     output = getattr(model, "get_output_embeddings", lambda: None)()
     names = []
     for name, module in model.named_modules():
-        known = isinstance(module, nn.Linear) and name.rpartition(".")[2] in _HEADS
+        known = isinstance(module, nn.Linear) and name.rpartition(".")[2] in _OUTPUT_HEADS
         if module is output if isinstance(output, nn.Module) else known:
             names += [f"{name}.{key}" if name else key for key, _ in module.named_parameters()]
     return tuple(names)

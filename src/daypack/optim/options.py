@@ -22,7 +22,7 @@ Group = dict[str, Any]
 PARAM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Arguments of `torch.optim.AdamW` that are accepted for its signature and refused when True.
 UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
-LARGEST_BLOCK = 1 << 20
+LARGEST_BLOCK_SIZE = 1 << 20
 
 
 def arguments(values: dict[str, Any]) -> dict[str, Any]:
@@ -131,12 +131,12 @@ def check_spill_dir(group: Group, where: str) -> None:
 
 
 def check_block_size(group: Group, where: str) -> None:
-    """Check that ``block_size`` is a positive whole number, at most `LARGEST_BLOCK_OPTION`."""
+    """Check that ``block_size`` is a positive whole number, at most `LARGEST_BLOCK_SIZE`."""
     check_positive(group, "block_size", where)
-    if group["block_size"] > LARGEST_BLOCK:
+    if group["block_size"] > LARGEST_BLOCK_SIZE:
         raise ValueError(
-            f"block_size of {where} must be at most {LARGEST_BLOCK:,}, got {group['block_size']:,}; no block is longer "
-            "than a row"
+            f"block_size of {where} must be at most {LARGEST_BLOCK_SIZE:,}, got {group['block_size']:,}; no block is "
+            "longer than a row"
         )
 
 

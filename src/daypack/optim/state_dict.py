@@ -119,7 +119,7 @@ def _match(group: Group, live: Group, index: int) -> None:
 
 
 def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int) -> None:
-    """Fill in options that an older version did not save, check all of them, and log when a stored form changes."""
+    """Fill in options that an older version did not save, check all of them, and warn when a stored form changes."""
     if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
         raise ValueError(
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "

@@ -77,7 +77,7 @@ class ActivationPlanner:
             self._require_checkpointing(self.model.module)
             try:
                 module, inputs = self._prepared
-                return measure(module, inputs, batch, self.sequence, flash=self.flash)
+                return measure_activations(module, inputs, batch, self.sequence, flash=self.flash)
             except Exception as error:  # whatever a module does with tensors that have no values
                 self.problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         shape = self.model.transformer
@@ -115,7 +115,9 @@ def _checkpointing(module: nn.Module) -> Any:
     )
 
 
-def measure(module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, flash: bool = True) -> Activations:
+def measure_activations(
+    module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, flash: bool = True
+) -> Activations:
     """Run forward and backward on the meta device, and count what is alive.
 
     Every tensor that an operation creates counts for as long as its storage lives: what autograd saves, what

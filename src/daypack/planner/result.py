@@ -116,12 +116,12 @@ class MemoryPlan:
     @property
     def title(self) -> str:
         """Model, dtypes and layout in one line."""
-        frozen = "" if self.trainable == self.parameters else f", {count(self.trainable)} of them trained"
+        frozen = "" if self.trainable == self.parameters else f", {show_count(self.trainable)} of them trained"
         sizes = f"batch {self.batch}, sequence {self.sequence}"
         where = f", {self.gpus} GPUs ({self.parallel})" if self.gpus > 1 else ""
         limit = f", {show_bytes(self.memory)} each" if self.memory is not None else ""
         dtypes = f"weights {self.weights_dtype}, gradients {self.gradients_dtype}, arithmetic {self.compute_dtype}"
-        return f"{self.model}: {count(self.parameters)} parameters{frozen}; {dtypes}; {sizes}{where}{limit}"
+        return f"{self.model}: {show_count(self.parameters)} parameters{frozen}; {dtypes}; {sizes}{where}{limit}"
 
     def __str__(self) -> str:
         header, *lines = table_cells(self)
@@ -175,7 +175,7 @@ def _figure(value: float) -> str:
     return f"{value:.{3 if value < 1 else 2 if value < 99.995 else 1}f}"
 
 
-def count(elements: int) -> str:
+def show_count(elements: int) -> str:
     """Format a number of parameters: ``6.74 B``, ``124 M``."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if elements >= scale:

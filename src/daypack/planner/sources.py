@@ -16,7 +16,7 @@ from torch import nn
 
 from daypack.planner.model import Inputs, ModelSpec, from_module, from_shapes
 from daypack.planner.pretrained import from_config, known_types, transformers
-from daypack.planner.transformer import TransformerShape, stand_in
+from daypack.planner.transformer import TransformerShape, llama_like
 from daypack.planner.units import parse_count
 
 #: Names of dtypes in the header of a safetensors file.
@@ -63,7 +63,7 @@ def from_count(text: str) -> ModelSpec:
     """Describe a stand-in with exactly ``text`` (``7B``) parameters: matrices as wide as in a Llama-like model of that
     size.
     """
-    shapes, shape = stand_in(parse_count(text))
+    shapes, shape = llama_like(parse_count(text))
     note = (
         "a stand-in for a model of which only the size is known: square matrices, with the activations of a Llama-like "
         f"decoder of {shape.layers} layers and hidden size {shape.hidden}"

@@ -93,7 +93,7 @@ ASPECT, HEAD = 128, 128
 LLAMA_VOCABULARY = 32000
 
 
-def stand_in(parameters: int) -> tuple[list[tuple[str, tuple[int, ...]]], TransformerShape]:
+def llama_like(parameters: int) -> tuple[list[tuple[str, tuple[int, ...]]], TransformerShape]:
     """Return shapes of exactly ``parameters`` elements (square matrices, one shorter matrix and one vector), and the
     sizes of a Llama-like decoder that has about as many. The published 7 B, 13 B and 70 B have this width within 15 %.
     """

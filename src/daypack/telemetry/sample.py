@@ -28,7 +28,7 @@ MOVED = 1024
 #: Elements of each coded moment that are decoded, about.
 DECODED = 4096
 #: A moment is decoded over runs of columns of at least this many elements, if its blocks are not longer.
-RUN = 256
+RUN_COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Sample:
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> dict[str, float]:
-        """Return the numbers after the optimizer has stepped; see docs/monitor.md. What cannot be measured is missing."""
+        """Return the numbers, after the step, by tag (docs/monitor.md). What cannot be measured is absent."""
         return {**_state_bytes(optimizer), **self._movement(optimizer), **self._codes(optimizer)}
 
     def _elements(self, p: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Sample:
         (matrices, rows, cols), align = view.view3, form.align(view)
         of_matrix, of_row, of_col = self._corner
         start = int(of_col * math.ceil(cols / align)) * align
-        stop = min(start + max(RUN // align * align, align), cols)
+        stop = min(start + max(RUN_COLUMNS // align * align, align), cols)
         step = max(1, math.ceil(rows * (stop - start) / DECODED))
         first = int(of_row * min(step, rows))
         matrix = int(of_matrix * matrices)

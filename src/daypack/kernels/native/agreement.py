@@ -12,7 +12,7 @@ Description = Mapping[str, Mapping[str, str]]
 
 
 def parse(text: str) -> Description:
-    """Parse what ``daypack_layout`` returns: a line for each struct or enum, with its name and ``name=value`` entries."""
+    """Parse what ``daypack_layout`` returns: a line for each struct or enum, its name and ``name=value`` entries."""
     lines = [line.split() for line in text.splitlines()]
     return {name: dict(entry.split("=", 1) for entry in entries) for name, *entries in lines}
 

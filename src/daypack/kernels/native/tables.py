@@ -26,7 +26,7 @@ from daypack.rules.sgd import SGD
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Scales of larger blocks are left to the reference: a block's fresh moments wait in a buffer of fixed size.
-LARGEST_BLOCK = 4096
+LARGEST_NATIVE_BLOCK = 4096
 #: What a step returns that found no memory.
 NO_MEMORY = -2
 
@@ -119,8 +119,8 @@ def refusal_of_formats(plan: ParamPlan) -> str | None:
     if not fits or (rule == ADAM and v is not None and v.statistics):
         return f"no native kernel for the rule {rule.name} with these moments"
     coded = [form for form in (m, v) if isinstance(form, BlockQuantized)]
-    if any(form.block_size > LARGEST_BLOCK for form in coded) or len({form.block_size for form in coded}) > 1:
-        return f"no native kernel for blocks over {LARGEST_BLOCK} elements, or of different sizes"
+    if any(form.block_size > LARGEST_NATIVE_BLOCK for form in coded) or len({form.block_size for form in coded}) > 1:
+        return f"no native kernel for blocks over {LARGEST_NATIVE_BLOCK} elements, or of different sizes"
     if any(form.codebook == "learned" and (form.rounding != "dithered" or form is v) for form in coded):
         return "no native kernel for learned codes of second moments or without dither"
     return None
@@ -133,7 +133,7 @@ def description() -> Description:
         "DaypackType": {types[dtype]: number for dtype, number in TYPES.items()},
         "DaypackSecondMoment": {"OWN": 0, "FACTORED": FACTORED, "BLOCKS": BLOCKS, "ROWS": ROWS, "COLS": COLS},
         "DaypackRule": {rule.name.upper(): number for rule, number in _RULES.items()},
-        "DaypackLimit": {"LARGEST_BLOCK": LARGEST_BLOCK, "NO_MEMORY": NO_MEMORY},
+        "DaypackLimit": {"LARGEST_BLOCK": LARGEST_NATIVE_BLOCK, "NO_MEMORY": NO_MEMORY},
     }
     written = {owner: {name: str(number) for name, number in each.items()} for owner, each in numbers.items()}
     return {"DaypackParam": fields(PARAM), "DaypackOptions": fields(OPTIONS), **written}
