@@ -1,4 +1,4 @@
-"""A parameter seen as matrices: its geometry, its chunks, and reading and writing them whatever the strides."""
+"""A parameter seen as matrices: its geometry and its chunks, and how to read and write them with any strides."""
 
 from __future__ import annotations
 

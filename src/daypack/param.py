@@ -1,4 +1,4 @@
-"""What is decided once about a parameter (`ParamPlan`), and the parameter on its way through a step (`ParamStep`)."""
+"""What is decided once about a parameter (`ParamPlan`), and what a step knows of it (`ParamStep`)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ParamPlan:
 
 @dataclass
 class ParamStep:
-    """One parameter on its way through a step. Kept from step to step, so what may change is read where it stands.
+    """One parameter in a step. It is kept from step to step, so values that may change are read from their source.
 
     Attributes:
         name: for messages only; it never enters the mathematics.

@@ -1,4 +1,4 @@
-"""Stepping a matrix through a thinner stand-in (GaLore): before and after the rule's own step."""
+"""Stepping a matrix through a low-rank stand-in (GaLore): what happens before and after the rule's own step."""
 
 from __future__ import annotations
 

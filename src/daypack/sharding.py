@@ -1,6 +1,6 @@
 """The only file that knows distributed tensors and process groups.
 
-A parameter that is a DTensor is stepped on each rank's own part. Its state lies the way the parameter does: tensors
+A parameter that is a DTensor is stepped on each rank's own part. Its state is sharded like the parameter: tensors
 whose dim 0 follows the parameter's are DTensors with its mesh and placements, all others are whole on every rank.
 """
 
@@ -18,7 +18,7 @@ from daypack.formats.base import ComponentSpec
 from daypack.geometry import Geometry, geometry
 from daypack.param import ParamPlan
 
-#: Vectors that are no parameters but smaller than this are left as they are.
+#: Vectors that are not `nn.Parameter`s and have fewer elements are not treated as flat partitions.
 SMALLEST_PARTITION = 1 << 14
 
 
@@ -187,7 +187,7 @@ class LocalState(dict[str, Any]):
             return  # changed in place
         super().__setitem__(key, value)
         spec = self._specs[key]
-        # What calibration resizes is the last dim.
+        # Calibration may resize the last dim.
         whole = (*spec.shape[:-1], value.shape[-1]) if value.dim() else spec.shape
         self._state[key] = wrap(self._param, value, ComponentSpec(spec.suffix, whole, spec.dtype, spec.follows))
 
@@ -224,8 +224,8 @@ def agree(params: Sequence[Tensor], error: ValueError | None) -> None:
 def agree_everywhere(params: Sequence[Tensor], error: ValueError | None) -> None:
     """Run `agree` over all ranks; nothing is communicated where no parameter is a DTensor.
 
-    So either all ranks of the job hold a DTensor or none: one that holds none does not know that others wait for it,
-    and cannot ask, since a job without DTensors may call this on its first rank alone.
+    Therefore all ranks of the job must hold a DTensor, or none. A rank without one does not know that others wait for
+    it, and must not communicate, since a job without DTensors may call this on its first rank alone.
     """
     _refuse(error, add_up_everywhere(params, error is not None))
 

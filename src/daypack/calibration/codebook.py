@@ -19,7 +19,7 @@ LEVELS = 256
 GRID = 1 << 14
 #: Neighbouring levels are at least this far apart: half a bin of the histogram that they come from.
 MIN_GAP = 2.0**-12
-#: Counts of a Gaussian added to every histogram: from a small first gradient alone the codebook would be useless.
+#: Counts of a Gaussian added to every histogram, because a small first gradient alone gives a poor codebook.
 PRIOR_COUNTS = 65536
 
 Array = NDArray[np.float64]
@@ -50,7 +50,7 @@ def gaussian_prior(block_size: int) -> Array:
     top = torch.linspace(0, 8, 1025, dtype=torch.float64)[1:]
     inside = torch.erf(top / 2**0.5)  # P(|z| < top)
     weight = inside**block_size - torch.cat([torch.zeros(1, dtype=torch.float64), inside[:-1] ** block_size])
-    likely = weight > 1e-18  # the others together change no count
+    likely = weight > 1e-18  # all others together are too small to matter
     top, weight = top[likely], (weight / inside)[likely]
     below = torch.zeros(BINS // 2 + 1, dtype=torch.float64)  # P(|element| < edge)
     for piece in (slice(i, i + 64) for i in range(0, len(top), 64)):  # 1 MiB at a time

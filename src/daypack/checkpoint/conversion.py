@@ -231,7 +231,7 @@ def fill(target: Optimizer, snapshot: Snapshot, find: Find | None = None) -> Rep
 
 
 class _Filler:
-    """One pass that learns the codebook where one is needed, and one that writes."""
+    """Fills a fresh optimizer in two passes: one learns the codebook where one is needed, the other writes."""
 
     def __init__(self, target: Optimizer, find: Find, origin: str) -> None:
         self.target, self.find, self.origin, self.report = target, find, origin, Report()

@@ -66,7 +66,7 @@ def _beside(path: Path, before: str, after: str) -> list[Path]:
 def free_slot(path: Path, count: int) -> str:
     """Choose the ending of the names of a new set of shards, so that no file of the set at ``path`` is overwritten.
 
-    A set is replaced by one act, the renaming of its index; until then the old one must stay whole.
+    A set is replaced in one operation, the renaming of its index. Until then the old set must stay complete.
 
     Raises:
         ValueError: a name is taken by a file that is not of optimizer state, such as a shard of a model's weights.
@@ -74,7 +74,7 @@ def free_slot(path: Path, count: int) -> str:
     try:
         live = members(path) if path.is_file() else _own_shards(path)
     except (ValueError, OSError):
-        live = _own_shards(path)  # damaged: whatever can be put together from it by hand stays
+        live = _own_shards(path)  # damaged: keep all shards, so that what is intact can be recovered by hand
     slot = "b" if shard_path(path, 0, count) in live else ""
     for shard in (shard_path(path, index, count, slot) for index in range(count)):
         if shard.exists() and not _is_own(shard):
@@ -102,7 +102,7 @@ def _is_own(path: Path) -> bool:
 def _open(path: Path) -> Any:
     from safetensors import safe_open
 
-    path.open("rb").close()  # safetensors says of any file that it cannot open that it is not there
+    path.open("rb").close()  # raises the real error: safetensors reports any file that it cannot open as missing
     return safe_open(str(path), framework="pt")
 
 
@@ -137,8 +137,8 @@ def sweep(path: Path, shards: Sequence[Path] = ()) -> None:
     """Remove all shards of optimizer state beside ``path`` except ``shards``, and the temporary files of killed
     processes.
     """
-    with contextlib.suppress(OSError):  # the new state stands already; what stays beside it is not read
-        # What a write left may have no header yet: there the name tells, which `write_whole` gives.
+    with contextlib.suppress(OSError):  # the new state is complete; files that stay beside it are not read
+        # A file that a killed write left may have no header yet; it is recognised by the name that `write_whole` gives.
         for old in {*_own_shards(path), *_beside(path, ".", ".tmp")} - {*shards}:
             old.unlink(missing_ok=True)
 
@@ -150,7 +150,7 @@ def write(path: Path, snapshot: Snapshot, index: int = 0, count: int = 1) -> Non
     """Write one shard of ``snapshot`` to ``path``: its rows of split tensors and, in the first shard, all other
     tensors.
 
-    The checksums stand before the data, so their place is kept free and filled in at the end.
+    The checksums come before the data, so their space is reserved first and filled in at the end.
     """
     common, parts = header.describe(snapshot, count)
     if index:

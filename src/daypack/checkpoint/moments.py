@@ -24,7 +24,7 @@ from daypack.rules.base import Moment, Options, Rule
 from daypack.rules.lion import LION
 from daypack.rules.sgd import SGD
 
-#: What a parameter's steps are taken for where its optimizer (torch's SGD) does not count them: past any warm-up.
+#: Step count assumed for a parameter whose optimizer (torch's SGD) keeps none: past any warm-up.
 UNCOUNTED = 10_000
 
 
@@ -105,7 +105,7 @@ class Numbers:
         view: the parameter.
         read: decodes a chunk.
         align: chunks of a row start at multiples of this many columns.
-        stored: where it comes from, if that can be taken over as it is: format, key, state.
+        stored: format, key and state that it is decoded from, if these can be copied unchanged.
     """
 
     view: Geometry

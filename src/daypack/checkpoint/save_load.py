@@ -50,7 +50,7 @@ def save_file(optimizer: Optimizer, path: str | os.PathLike[str], metadata: Mapp
     path, params = Path(path), _params(optimizer)
     rank, world = sharding.rank_of(params)
 
-    def write(temporary: Path) -> None:  # no file takes its name before all are there
+    def write(temporary: Path) -> None:  # files get their names only when all are written
         _everywhere(params, path, lambda: files.write(temporary, take(optimizer, metadata), rank, world))
 
     if world == 1:

@@ -1,4 +1,4 @@
-"""Saved state apart from where it lies: what files are written from, what they are read as, and what is converted."""
+"""Saved state in memory: files are written from it and read into it, and conversion works on it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stored:
         read: rows ``[start, stop)`` of dim 0; what it returns may be a view of memory that must not be changed.
         follows: dim 0 is dim 0 of the parameter, so that a shard of the one is a shard of the other.
         held: the rows that are here, where the rest lies elsewhere; None: all of them.
-        coded: where ``read`` decodes what another library keeps: that.
+        coded: another library's own form, where ``read`` decodes it.
     """
 
     shape: tuple[int, ...]

@@ -21,7 +21,7 @@ from daypack.inspection.table import (
 )
 
 DIFFERENT = 1  # exit code of `daypack diff` where the states differ, as diff has it
-#: Columns of a table that no terminal shows, so that nothing in it is cut or broken.
+#: Width for a table that is not shown on a terminal, so that nothing in it is cut or wrapped.
 UNBROKEN = 10_000
 STATE = (
     "A file of daypack.checkpoint.save_file (or the folder of its shards), of torch.save(optimizer.state_dict()) "

@@ -24,14 +24,14 @@ class BlockQuantized(StateFormat):
 
     The scale is the block's absmax. Beside a learned codebook it is in bf16 rounded up, so that a normalised element
     never leaves [-1, 1]; beside a fixed map in fp32, as published; for fp64 parameters in fp64.
-    A learned codebook of zeros means that nothing was learned yet; it decodes to zero. Fixed maps store no codebook; an
+    A codebook of zeros has not been learned yet; it decodes to zero. Fixed maps store no codebook; an
     unsigned one, which holds a second moment, never stores 0 for a value that is not 0, because m is divided by it.
 
     Attributes:
         block_size: elements per scale; the last block of a row may be shorter and no block crosses a row.
         rounding: ``"dithered"`` rounds to one of the two neighbouring levels with a threshold that runs evenly through
             [0, 1) over elements and over steps: unbiased, without any random state, and the same on every rank.
-            ``"nearest"`` has half the squared error of one step, but a steady value errs the same way at every step.
+            ``"nearest"`` has half the squared error in one step, but rounds a constant value the same way every time.
             Fixed maps are rounded to nearest.
         codebook: ``"learned"``, or the name of one of `daypack.calibration.maps.MAPS`.
     """

@@ -1,4 +1,4 @@
-"""GaLore's low-rank form of a matrix (Zhao et al. 2024, arXiv 2403.03507), and the basis that leads there and back."""
+"""GaLore's low-rank form of a matrix (Zhao et al. 2024, arXiv 2403.03507), and the basis of the projection."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Projection(StateFormat):
     """A ``[long, short]`` matrix ``G`` (a parameter's or its transpose) through ``rank`` directions of the short side.
 
     The columns of the basis ``Q [short, rank]`` are the leading singular vectors of a gradient. A stand-in of zeros,
-    whose gradient is ``G Q``, is stepped by any rule; where it went, ``q``, comes back as ``q Q^T``. It lies as the
-    parameter lies: ``[rows, rank]`` where the columns are the short side, else ``[rank, cols]``, which is ``(G Q)^T``.
+    whose gradient is ``G Q``, is stepped by any rule; its change ``q`` is applied to the parameter as ``q Q^T``. Its
+    shape is ``[rows, rank]`` where the columns are the short side, else ``[rank, cols]``, which is ``(G Q)^T``.
 
     State: ``basis`` is ``Q``, zeros until the first gradient that is finite and not all zero; ``basis_left`` counts the
-    gradients for which it still serves (int64, 0: the next one brings a new basis).
+    gradients for which it will still be used (int64; at 0 the next gradient gives a new basis).
 
     Attributes:
         shape: the parameter's, two dims.

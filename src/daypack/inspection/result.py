@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-#: Share of codes on an end level, beyond the one per block that a scale always puts there, from which on it is said.
+#: A warning is given from this share of codes on an end level, apart from the one per block that its scale puts there.
 SATURATED = 0.05
-#: Update-to-weight ratio from which on it is said: healthy ones lie near 1e-3.
+#: A warning is given from this ratio of update to weights; healthy ones are near 1e-3.
 LARGE_RATIO = 0.1
 
 

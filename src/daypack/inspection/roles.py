@@ -1,4 +1,4 @@
-"""What a parameter is for, guessed from name, shape and group: for people and totals, never for arithmetic."""
+"""What a parameter is for, guessed from name, shape and group: for tables and totals only."""
 
 from __future__ import annotations
 

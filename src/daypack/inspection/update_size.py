@@ -33,7 +33,7 @@ def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
     if form.faults:
         return None, ""
     if all(at.moment.squares for at in form.kept.values()):
-        return None, "no first moment, by which an update could be told"
+        return None, "there is no first moment to compute an update from"
     if form.rule.measured is not None and weights is None and form.projection is None:
         return None, "an update depends on the weights; give them with --weights"
     group = {"maximize": False, "nesterov": False, "dampening": 0.0, **form.options}

@@ -5,10 +5,10 @@ them changes anything, and to check before any of them applies:
 
     refresh -> observe -> [flags and shared statistics, added up over ranks] -> check -> measure -> [added up] -> apply
 
-or, where nothing is decided between the passes, ``refresh -> step``. `attach` follows whenever state was created or
-laid out anew. `observe` returns numbers to the host, which decides with them what is stepped; `measure` returns tensors
-where the parameter is. Nothing else may wait for a device. What a batch computes is what `daypack.kernels.reference`
-does, but for the order in which fp32 numbers are added.
+or, where nothing is decided between the passes, ``refresh -> step``. `attach` is called whenever state was created or
+its layout changed. `observe` returns numbers to the host, which decides from them what is stepped; `measure` returns
+tensors on the parameter's device. Nothing else may wait for a device. A batch computes what `daypack.kernels.reference`
+computes, except for the order in which fp32 numbers are added.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Batch(Protocol):
         """Take in this step's gradients; False if tensors or their layouts have changed: then build another batch."""
 
     def attach(self) -> None:
-        """Take in state that was created or laid out anew."""
+        """Read the state again, after it was created or its layout changed."""
 
     def observe(self) -> NDArray[np.float64]:
         """Take the first pass over every gradient: fill the statistics and return each sum of g^2. Writes nothing else.

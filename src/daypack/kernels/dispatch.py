@@ -100,7 +100,7 @@ class Work:
         chosen = [choose(item) for item in items]
         self.backends = [backend.name for backend in chosen]
         self._batches: list[tuple[list[int], Batch]] = []
-        #: Parameters that a better backend refused for now: it may take them when a gradient changes.
+        #: Parameters that a better backend refused this time: it may accept them when a gradient's layout changes.
         self._second_best = []
         for backend in BACKENDS:
             places = [i for i, each in enumerate(chosen) if each is backend]
@@ -118,7 +118,7 @@ class Work:
         return all(choose(item) is backend for item, backend in self._second_best)
 
     def attach(self) -> None:
-        """Take in state that was created or laid out anew since."""
+        """Read the state again, after it was created or its layout changed."""
         for _, batch in self._batches:
             batch.attach()
 

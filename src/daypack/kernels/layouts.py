@@ -1,7 +1,7 @@
-"""Whether tensors are still what they were at the step before, asked of every tensor of an optimizer at every step.
+"""Checks, at every step and for every tensor of an optimizer, that tensors are the same as at the step before.
 
-There is a slow way to ask in plain Python, and a fast one through interfaces of torch that are not public: it is tried
-first, and given up where a version of torch has none.
+A fast check uses interfaces of torch that are not public; where a version of torch lacks them, a slow check in plain
+Python is used.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def refresh_basis(item: ParamStep) -> None:
 
 def _apply_projected(item: ParamStep) -> None:
     """Step the low-rank stand-in of a parameter, and apply its change to the parameter."""
-    # An all-zero gradient has no directions to offer, and does not use the basis up.
+    # An all-zero gradient has no directions, and does not count against the life of the basis.
     served = not item.is_zero()
     low = stepped(item) if served else stand_in(item)
     observe(low)
@@ -211,7 +211,7 @@ class Batch:
     def __init__(self, items: list[ParamStep]) -> None:
         self.items = items
         self.attach()
-        # Parts of sharded parameters may be others at every step; nobody refreshes a batch of them.
+        # Local parts of sharded parameters may be new tensors at every step; a batch of them is not refreshed.
         self._layouts = Layouts(() if any(item.part is not None for item in items) else self._tensors())
 
     def _tensors(self) -> list[Tensor]:

@@ -27,7 +27,7 @@ from daypack.param import ParamPlan, ParamStep
 from daypack.placement.schedule import Placements
 from daypack.rules.base import Rule
 
-#: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
+#: After this many steps without a gradient, the optimizer warns that it may hold the wrong parameters.
 _STEPS_BEFORE_IDLE_WARNING = 10
 
 
@@ -38,8 +38,8 @@ class CompressedOptimizer(Optimizer):
     training needs stands in ``state`` and ``param_groups`` and is saved by `state_dict`.
 
     Attributes:
-        partition_caveat: what this optimizer does otherwise with a flat piece of other parameters (ZeRO, FSDP1), where
-            it needs whole ones; None where it treats every element alike.
+        partition_caveat: what this optimizer does differently with a flat piece of other parameters (ZeRO, FSDP1), if
+            it needs whole parameters; None if it treats every element alike.
         structural: options that decide how state is stored; with a loaded checkpoint they come from it.
         skipped: how often each parameter was passed over because its gradient was not finite, in this process.
     """
@@ -119,7 +119,7 @@ class CompressedOptimizer(Optimizer):
                     check_param(p, str(name))
                     self.plan(p.shape, p.dtype, options, str(name))
         super().add_param_group(param_group)
-        # Saved with the group: state that has the same layout under another rule is not taken for this one's.
+        # Saved with the group, so that state of another rule is refused even if its layout is the same.
         param_group["rule"] = self.main_rule(param_group).name
 
     def _params(self) -> Iterator[tuple[Group, str, Tensor]]:
@@ -214,8 +214,8 @@ class CompressedOptimizer(Optimizer):
     def _collect(self) -> Work:
         """Return the parameters with a gradient, after checking every option and every gradient.
 
-        Most steps differ from the one before in numbers alone: the same tensors in the same layout. What was worked out
-        about them is kept for as long as that is so.
+        Most steps see the same tensors in the same layout as the step before, only with other values. What was derived
+        from the layout is cached until it changes.
         """
         for g, group in enumerate(self.param_groups):
             self.check_options(group, f"parameter group {g}")

@@ -19,7 +19,7 @@ Unlearned = tuple[ParamStep, str, StateFormat]
 
 
 class Calibration:
-    """Calibrates each parameter once. What is learned stands in the state; here is only which state was looked at."""
+    """Calibrates each parameter once. What is learned is kept in the state; this object only notes what was checked."""
 
     def __init__(self) -> None:
         self._done = WeakIdKeyDictionary()

@@ -35,7 +35,7 @@ UNFIT_INNER = {
     "adam_mini": "its heads and neurons are rows of the parameter, which a stand-in has not; take inner='gefen', whose "
     "second moment is shared too, or daypack.AdamMini",
 }
-#: Matrices with fewer elements stay dense without a word where projecting them saves nothing.
+#: Where projecting a matrix saves nothing, there is a warning only if it has at least this many elements.
 WORTH_SAYING = 4096
 
 
@@ -51,8 +51,8 @@ class GaLore(CompressedOptimizer):
     Everything else runs the inner optimizer plainly: groups without a rank, vectors, three and more dims (convolutions,
     stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once. These
     step at ``lr``; what is projected steps at ``scale`` times it, as in galore-torch, where parameters of groups
-    without a rank take the plain rate too. Where few matrices of a group are projected the two rates fight each other:
-    give a rank to groups of large matrices alone, or take ``scale=1`` with a lower lr.
+    without a rank take the plain rate too. Where few matrices of a group are projected, no single lr suits both:
+    give a rank only to groups of large matrices, or use ``scale=1`` with a lower lr.
 
     Args:
         params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from daypack.optim.options import check_initialized, number
 
-#: Last parts of names that mark vectors-in-disguise: state-space models' decay rates and time steps.
+#: Last parts of the names of state-space models' decay rates and time steps: not decayed, whatever their shape.
 _NEVER_DECAYED = ("A_log", "dt_bias")
 #: Names of linear layers that are output heads where a model does not say which is.
 _OUTPUT_HEADS = ("lm_head", "head", "classifier", "output", "score", "embed_out")

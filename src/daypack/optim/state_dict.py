@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 #: The count of a parameter's steps; on the CPU, because Python reads it.
 STEP = ComponentSpec("step", (), torch.float32, follows=False)
-#: Options that say how moments decay: state saved with one that the live optimizer lacks means something else.
+#: Options that say how moments decay: state saved with one that the live optimizer lacks has another meaning.
 _DECAYS = ("betas", "beta2_decay", "momentum")
-#: Options that say where state lives: the live optimizer's hold, whatever a checkpoint says.
+#: Options that say where state is kept: the live optimizer's values are used, whatever a checkpoint says.
 _LIVE = {"placement", "spill_dir"}
 
 

@@ -1,4 +1,4 @@
-"""State held against the plan of its parameter: the one place that says what is wrong with it."""
+"""Checks of state against the plan of its parameter: every message about faulty state is made here."""
 
 from __future__ import annotations
 

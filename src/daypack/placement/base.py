@@ -13,8 +13,8 @@ from daypack.formats.base import State
 class Placement:
     """Where the state tensors of parameters on one device are kept. Step counters and other scalars stay as they are.
 
-    Kernels read and write plain tensors. `fetch` begins to bring a parameter's state within their reach, `ready` hands
-    it over, `release` takes it back: kernels need not know of placements.
+    Kernels read and write plain tensors and know nothing of placements. `fetch` begins to bring a parameter's state
+    within their reach, `ready` returns it once it is there, `release` begins to bring it back.
     """
 
     #: Whether state must be fetched and released, so that a step goes through it piece by piece.

@@ -21,10 +21,10 @@ _WILLNEED, _DONTNEED = 3, 4
 
 
 class Mapped(Placement):
-    """Each tensor in a file of its own, which has no name any more: nothing is left behind, whatever ends the process.
+    """Each tensor in a file of its own. The file is deleted while open, so nothing stays behind when the process ends.
 
-    The file's room on the disk is reserved at once. Between its turns a parameter's pages belong to the system, which
-    writes them out when it wants the memory; `release` takes them off the process, `fetch` reads ahead.
+    Disk space is reserved when the file is made. While a parameter is not being stepped, the system may write its pages
+    out when it needs the memory: `release` gives them up, `fetch` reads ahead.
 
     Attributes:
         directory: of the files; None for the system's temporary one. A directory in memory (tmpfs) saves nothing.

@@ -23,7 +23,7 @@ PIECE_BYTES = 64 << 20
 
 
 class Placements:
-    """The placements in use by one optimizer. They are kept, because one that copies has copies on their way."""
+    """The placements in use by one optimizer. They are kept from step to step, because one may still be copying."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Placement] = {}

@@ -25,7 +25,7 @@ from daypack.planner.state import parse_optimizer, plan_state
 from daypack.planner.units import dtype_name
 
 SEQUENCE = 2048
-#: Sizes beyond which there is a slip of the keyboard.
+#: Larger sizes than these are taken for typing errors.
 LARGEST = {"sequence": 10**8, "batch": 10**6, "gpus": 10**6}
 
 

@@ -15,8 +15,8 @@ def substitutes(flash: bool) -> Iterator[None]:
     """Replace attention by a flash kernel (if ``flash``; on the meta device torch keeps the attention matrix), and
     grouped products by shapes alone.
 
-    Names are replaced, because checkpoints compute again inside the backward pass, where function modes are off. Real
-    tensors of other threads take the way that they always take.
+    Names are replaced, because checkpoints run again inside the backward pass, where function modes are off. Real
+    tensors, also those of other threads, are handled as always.
     """
     replaced: dict[str, Callable[..., Tensor | None]] = {}
     if flash:

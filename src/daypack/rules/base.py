@@ -148,13 +148,13 @@ class Moment:
 
     Attributes:
         name: the beginning of its keys in the state, torch's own name where torch has one.
-        advance: the moment after the step, a new tensor, from ``x.old(name)``, ``x.g`` and other moments.
+        advance: returns the moment after the step, a new tensor, from ``x.old(name)``, ``x.g`` and other moments.
         meaning: what it stands for, for conversion.
         decay: for a moment that may be kept as statistics: it is a moving average, with this decay, of `observed`.
         observed: what the average is taken of; None: ``g^2``.
         late: the direction reads the moment from before the step: statistics are brought up to date after it.
         squares: a mean of squares: never negative, and what the direction is divided by the root of.
-        alone: it advances from its own old value and the gradient alone, so that a sample of it can be followed.
+        alone: it advances from its own old value and the gradient only, so a sample of elements can be computed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`monitor`: follow an optimizer while it trains, at a cost that is not felt."""
+"""`monitor`: follow an optimizer while it trains, at little cost."""
 
 from __future__ import annotations
 
