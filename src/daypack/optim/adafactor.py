@@ -119,7 +119,7 @@ class Adafactor(CompressedOptimizer):
             )
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Factored from two dims on, where that takes fewer bytes than one number per element."""
+        """Plan a factored second moment for two and more dims, where it takes fewer bytes than fp32 elements."""
         plan = smallest_plan(ADAFACTOR, tuple(shape), dtype, group["bits"], "factored", group["block_size"])
         return plan if group["beta1"] is not None else _without_average(plan)
 

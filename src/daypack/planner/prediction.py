@@ -24,7 +24,7 @@ from daypack.optim.options import param_name
 from daypack.optim.registry import REGISTRY, create
 from daypack.optim.state_dict import STEP
 from daypack.param import ParamPlan
-from daypack.planner.live import LiveTensors
+from daypack.planner.live_tensors import LiveTensors
 from daypack.planner.model import ParamSpec
 from daypack.rules.base import PLAIN_MEANS
 
@@ -114,7 +114,7 @@ def predict(
 
 
 def _dense(p: Tensor | ParamSpec, moments: int) -> int:
-    """Bytes of so many moments of a parameter in fp32 (fp64), but at least of two."""
+    """Return the bytes of ``moments`` moments of a parameter, but at least of two, in fp32 (fp64)."""
     elements = p.numel() if isinstance(p, Tensor) else p.elements
     return max(2, moments) * elements * accumulator(p.dtype).itemsize
 
@@ -134,7 +134,7 @@ def _placeholder(p: ParamSpec, flat: bool = False) -> Tensor:
 
 
 def _groups(params: Sequence[ParamSpec], tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups of named tensors, one for each combination of group options."""
+    """Return parameter groups of named tensors, one for each combination of group options."""
     groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, Tensor]]] = {}
     for p, tensor in zip(params, tensors, strict=True):
         groups.setdefault(p.options, []).append((p.name, tensor))
@@ -149,7 +149,7 @@ def _create(name: str, groups: list[dict[str, Any]], options: Mapping[str, Any])
 
 
 def _stepped(name: str, params: Sequence[ParamSpec], options: Mapping[str, Any], foreach: bool) -> Prediction:
-    """State and temporaries of an optimizer that creates its state only in its step.
+    """Predict state and temporaries of an optimizer that creates its state only in its step.
 
     Such an optimizer treats parameters of one shape, dtype and group alike, so one of each takes the step. All at once
     (foreach) their temporaries add up, one by one only the largest counts, and fused kernels have none.
@@ -169,7 +169,7 @@ def _stepped(name: str, params: Sequence[ParamSpec], options: Mapping[str, Any],
 
 
 def _step(name: str, spec: ParamSpec, options: Mapping[str, Any]) -> tuple[StoredTensors, int]:
-    """State after a step on one parameter, and the peak of the second step's temporaries in bytes."""
+    """Return the state after a step on one parameter, and the peak of the second step's temporaries in bytes."""
     p = _placeholder(spec)
     optimizer = _create(name, _groups([spec], [p]), options)
     p.grad = torch.empty_like(p)
@@ -184,7 +184,7 @@ def _step(name: str, spec: ParamSpec, options: Mapping[str, Any]) -> tuple[Store
 
 
 def _found(p: Tensor, state: Mapping[str, Any]) -> StoredTensors:
-    """What is in the state of ``p``; a plain number counts as one of 8 bytes."""
+    """Return what is in the state of ``p``; a plain number counts as a tensor of 8 bytes."""
     tensors: StoredTensors = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -199,11 +199,11 @@ def sizes(tensors: StoredTensors) -> dict[str, int]:
 
 
 def _bound(params: Sequence[ParamSpec]) -> int:
-    """Temporary bytes of a step of daypack's: it touches at most a row chunk at a time."""
+    """Bound the temporary bytes of a step of daypack's optimizers, which work on one row chunk at a time."""
     largest = max(p.elements for p in params)
     return STEP_BUFFERS * 4 * min(CHUNK_ELEMENTS, largest)
 
 
 def _shortened(text: str, length: int = 240) -> str:
-    """A warning without the end of a long list of names."""
+    """Return a warning without the end of a long list of names."""
     return text if len(text) <= length else text[: text.rfind(",", 0, length)] + ", ..."

@@ -187,8 +187,9 @@ def plan_state(
 
 
 def _sharded(p: ParamSpec, tensors: StoredTensors, parallel: Parallel) -> dict[str, int]:
-    """Bytes of one parameter's state on one rank: rows of what follows the parameter's dim 0, the whole of all else
-    (column factors, codebooks, counters)."""
+    """Return the bytes of one parameter's state on one rank, by key: its rows of what follows the parameter's dim 0,
+    and all of everything else (column factors, codebooks, counters).
+    """
     result = sizes(tensors)
     for key, spec in tensors.items():
         if spec.follows and p.shape and p.shape[0] and spec.shape[:1] == p.shape[:1]:
@@ -197,7 +198,7 @@ def _sharded(p: ParamSpec, tensors: StoredTensors, parallel: Parallel) -> dict[s
 
 
 def _larger_than_dense(params: Sequence[ParamSpec], each: Sequence[Predicted]) -> tuple[str, ...]:
-    """One sentence where state takes more than dense moments: a rank too high, rows too short."""
+    """Return a sentence if some state takes more than dense moments: its rank is too high, or its rows too short."""
     larger = [p for p, kept in zip(params, each, strict=True) if _moment_bytes(kept) > kept.dense]
     if not larger:
         return ()
@@ -212,7 +213,7 @@ def _moment_bytes(kept: Predicted) -> int:
 
 
 def _literal(text: str) -> Any:
-    """A Python number, flag or None, else the text itself."""
+    """Return ``text`` as a Python number, flag or None, else as it is."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
