@@ -22,6 +22,7 @@ SOURCES = (
     "codebook",
     "calibrate",
     "cpu",
+    "layout",
     "look",
     "pool",
     "observe",

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from daypack.training.checkpoint import load_checkpoint, resume, save_checkpoint
-from daypack.training.config import TrainConfig
-from daypack.training.loop import Job, build_optimizer
+from daypack.lab.checkpoint import load_checkpoint, resume, save_checkpoint
+from daypack.lab.config import TrainConfig
+from daypack.lab.loop import Job, build_optimizer
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"

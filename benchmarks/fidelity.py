@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import daypack
+from daypack.lab.config import TrainConfig
+from daypack.lab.loop import Job
 from daypack.optim.registry import REGISTRY
-from daypack.training.config import TrainConfig
-from daypack.training.loop import Job
 from quality import Ablation, register, variants
 
 SKIPPED = 20  # first steps, in which every optimizer's step is nearly the sign of the gradient
@@ -87,7 +87,9 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    config = TrainConfig("adamw", model=args.model, lr=4e-3, steps=args.steps, eval_every=args.steps, threads=1)
+    config = TrainConfig(
+        optimizer="adamw", model=args.model, lr=4e-3, steps=args.steps, eval_every=args.steps, threads=1
+    )
     table = measure(config)
     kinds = list(next(iter(table.values())))
     print(f"| variant | {' | '.join(kinds)} |")

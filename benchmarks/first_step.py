@@ -27,10 +27,11 @@ def seconds(work: object) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     learn, first, later = [], {}, {}
+    levels = dispatch.tools(torch.zeros(1)).optimal_levels
     for round_ in range(ROUNDS):
         generator = torch.Generator().manual_seed(round_)
         counts = torch.randint(0, 10_000, (codebook.BINS,), generator=generator)
-        learn.append(seconds(lambda counts=counts: dispatch.learn(counts, 256)))
+        learn.append(seconds(lambda counts=counts: codebook.learn(counts, 256, levels)))
         for second_moment in ("factored", "blocks"):
             params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
             for p in params:

@@ -27,17 +27,19 @@ import torch
 from torch import Tensor
 
 import daypack
-from daypack import rules
-from daypack.formats.base import ComponentSpec, Geometry
+from daypack.formats.base import ComponentSpec
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
+from daypack.geometry import Geometry
+from daypack.lab.config import TrainConfig
+from daypack.lab.loop import run
+from daypack.lab.text import TextTask
 from daypack.optim import registry
-from daypack.training.config import TrainConfig
-from daypack.training.loop import run
-from daypack.training.text import TextTask
-from daypack.update import Elements, Hyper, Norms, ParamPlan, Rule
+from daypack.param import ParamPlan
+from daypack.rules.adamw import ADAMW, adamw
+from daypack.rules.base import Elements, Rule
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 BASELINE = "adamw"
@@ -56,24 +58,19 @@ class WideScale(BlockQuantized):
         )
 
 
-def bounded(x: Elements, hyper: Hyper, _: Norms | None) -> tuple[Tensor, Tensor | None]:
+def bounded(x: Elements) -> Tensor:
     """AdamW's direction, each element within the bound that AdamW itself keeps: (1 - b1) / sqrt(1 - b2)."""
-    direction, m = rules.ADAMW.direction(x, hyper, None)
-    limit = (1 - hyper.beta1) / math.sqrt(1 - hyper.beta2)
-    return direction.clamp_(-limit, limit), m
+    limit = (1 - x.hyper.beta1) / math.sqrt(1 - x.hyper.beta2)
+    return adamw(x).clamp_(-limit, limit)
 
 
-def clipped(x: Elements, hyper: Hyper, norms: Norms | None) -> tuple[Tensor, Tensor | None]:
+def clipped(x: Elements) -> Tensor:
     """AdamW's direction scaled down to a root mean square of 1, as Adafactor does."""
-    assert norms is not None
-    direction, m = rules.ADAMW.direction(x, hyper, None)
-    return direction.div_(max(1.0, norms.measured / norms.numel**0.5)), m
+    return adamw(x).div_(max(1.0, x.norms.measured / x.norms.numel**0.5))
 
 
-BOUNDED = replace(rules.ADAMW, name="bounded", direction=bounded)
-CLIPPED = replace(
-    rules.ADAMW, name="clipped", direction=clipped, measured=lambda x, hyper: rules.ADAMW.direction(x, hyper, None)[0]
-)
+BOUNDED = replace(ADAMW, name="bounded", direction=bounded)
+CLIPPED = replace(ADAMW, name="clipped", direction=clipped, measured=adamw)
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,8 @@ class Variant:
 def variants() -> dict[str, Variant]:
     coded, factored, dense = BlockQuantized(), Factored(), Dense()
 
-    def of(m: Any, v: Any, about: str, rule: Rule = rules.ADAMW, **kwargs: Any) -> Variant:
-        return Variant(ParamPlan(rule, m, v), about, **kwargs)
+    def of(m: Any, v: Any, about: str, rule: Rule = ADAMW, **kwargs: Any) -> Variant:
+        return Variant(ParamPlan(rule, (m, v)), about, **kwargs)
 
     return {
         "adamw": Variant(None, "torch.optim.AdamW"),
@@ -115,11 +112,11 @@ class Ablation(daypack.Gefen):
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: dict[str, Any], name: str) -> ParamPlan:
         usual = super().plan(shape, dtype, group, name)
-        if isinstance(usual.exp_avg, Dense):
+        if isinstance(usual.formats[0], Dense):
             return usual
         assert self.variant.plan is not None
         if self.variant.dense_embedding and group.get("embedding"):
-            return ParamPlan(usual.rule, usual.exp_avg, Dense())
+            return ParamPlan(usual.rule, (usual.formats[0], Dense()))
         return self.variant.plan
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from cells import CUT, RESULTS, SEEDS, draw, gaps, half_trained, main, pick, proceed, read, run_cells, show
 from daypack.checkpoint import Rewarm
-from daypack.training.loop import build_optimizer, thread_count
+from daypack.lab.loop import build_optimizer, thread_count
 
 PATH = RESULTS / "resume.jsonl"
 OPTIMIZERS = ("adamw", "gefen")

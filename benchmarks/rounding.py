@@ -15,8 +15,9 @@ from torch import Tensor
 
 from daypack.calibration import codebook
 from daypack.formats import block_quantized
-from daypack.formats.base import State, geometry
+from daypack.formats.base import State
 from daypack.formats.block_quantized import BlockQuantized
+from daypack.geometry import geometry
 
 SHAPE, STEPS, SKIPPED, BETA1 = (256, 1024), 120, 20, 0.9
 EVERYTHING = (slice(None),) * 3

@@ -21,7 +21,7 @@ import torch
 from torch.nn import Parameter
 
 import daypack
-from daypack.kernels import native
+from daypack.kernels.native import library as native
 
 Shapes = list[tuple[int, ...]]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import daypack
 from cells import CUT, RESULTS, SEEDS, STEPS, draw, gaps, half_trained, main, pick, proceed, read, run_cells, show
-from daypack.training.loop import thread_count
+from daypack.lab.loop import thread_count
 
 PATH = RESULTS / "switch.jsonl"
 KINDS = ("adamw", "gefen, converted", "gefen, no state", "gefen blocks, converted")

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from daypack.training import TASKS, Job, Task, TrainConfig, load_task, run
-from daypack.training.loop import json_number
+from daypack.lab import TASKS, Job, Task, TrainConfig, load_task, run
+from daypack.lab.loop import json_number
 
 RESULTS = Path(__file__).parent / "results" / "tasks.jsonl"
 BASELINE = "adamw"
@@ -51,6 +51,7 @@ class Entry:
         optimizer: its registered name.
         start: where its learning rate begins to climb.
         options: for all tasks; ``rank``: GaLore's, by task, about a quarter of the hidden width.
+        horizon: options that are set to the number of steps.
         weight_decay: 0 where decay would be an L2 penalty, for which 0.1 is far too much.
     """
 
@@ -59,6 +60,7 @@ class Entry:
     options: dict[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.1
     rank: dict[str, int] = field(default_factory=dict)
+    horizon: tuple[str, ...] = ()
 
 
 RANK = {"text": 16, "images": 8, "graph": 8}
@@ -79,6 +81,14 @@ ENTRIES: dict[str, Entry] = {
     "adam8bit": Entry("adam8bit", weight_decay=0.0),
     "sgd, momentum 0.9": Entry("sgd", 0.256, {"momentum": 0.9}, 0.0),
     "sgd8bit, momentum 0.9": Entry("sgd8bit", 0.256, {"momentum": 0.9}, 0.0),
+    "muon": Entry("muon"),
+    "muon beside adamw, bits 32": Entry("muon", options={"beside": "adamw", "bits": 32}),
+    "adopt": Entry("adopt"),
+    "adopt, bits 32, dense": Entry("adopt", options={"bits": 32, "second_moment": "dense"}),
+    "ademamix": Entry("ademamix", horizon=("alpha_warmup", "beta3_warmup")),
+    "ademamix, bits 32, dense": Entry(
+        "ademamix", options={"bits": 32, "second_moment": "dense"}, horizon=("alpha_warmup", "beta3_warmup")
+    ),
 }
 
 
@@ -94,7 +104,7 @@ class Cell:
         rank = {"rank": entry.rank[self.task]} if entry.rank else {}
         return TrainConfig(
             optimizer=entry.optimizer,
-            options={**entry.options, **rank, **options},
+            options={**entry.options, **rank, **dict.fromkeys(entry.horizon, settings["steps"]), **options},
             lr=self.lr,
             weight_decay=entry.weight_decay,
             seed=self.seed,

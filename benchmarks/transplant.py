@@ -22,8 +22,8 @@ import daypack
 from cells import CUT, RESULTS, SEEDS, draw, exchange, gaps, half_trained, main, pick, proceed, read, run_cells, show
 from daypack.checkpoint import Rewarm
 from daypack.checkpoint.growth import grow
-from daypack.training.loop import thread_count
-from daypack.training.models import build_model, model_config
+from daypack.lab.loop import thread_count
+from daypack.lab.models import build_model, model_config
 
 PATH = RESULTS / "transplant.jsonl"
 FRESH, CARRIED, REWARM, EACH = "fresh state", "transplanted", "fresh state, Rewarm", "a step for each element"

@@ -10,69 +10,111 @@
 #define DAYPACK_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-#define DAYPACK_INTERFACE 5
+#define DAYPACK_INTERFACE 6
 
-enum DaypackType { DAYPACK_FP32 = 0, DAYPACK_BF16 = 1, DAYPACK_FP16 = 2 };
+// What both sides must agree on is listed once, as macros: the structs and enums below are made from the lists, and so is
+// what daypack_layout tells a caller about them.
+
+#define DAYPACK_TYPES(NUMBER)                     \
+  NUMBER(FP32, 0) NUMBER(BF16, 1) NUMBER(FP16, 2)
+
 // Where second moments come from. OWN: each element has one (in fp32 or as a code), or the rule wants none. The others are
 // statistics of g^2: ROWS and COLS have one for each group of lines.
-enum DaypackSecondMoment { DAYPACK_OWN = 0, DAYPACK_FACTORED = 1, DAYPACK_BLOCKS = 2, DAYPACK_ROWS = 3, DAYPACK_COLS = 4 };
+#define DAYPACK_SECOND_MOMENTS(NUMBER)                                                 \
+  NUMBER(OWN, 0) NUMBER(FACTORED, 1) NUMBER(BLOCKS, 2) NUMBER(ROWS, 3) NUMBER(COLS, 4)
+
 // See src/daypack/rules.py.
-enum DaypackRule { DAYPACK_ADAMW = 0, DAYPACK_ADAM, DAYPACK_SGD, DAYPACK_LION, DAYPACK_LAMB, DAYPACK_ADAFACTOR };
+#define DAYPACK_RULES(NUMBER)                                                                          \
+  NUMBER(ADAMW, 0) NUMBER(ADAM, 1) NUMBER(SGD, 2) NUMBER(LION, 3) NUMBER(LAMB, 4) NUMBER(ADAFACTOR, 5)
+
+// LARGEST_BLOCK: of codes that share a scale. NO_MEMORY: what a step returns that found none for a projection.
+#define DAYPACK_LIMITS(NUMBER)                      \
+  NUMBER(LARGEST_BLOCK, 4096) NUMBER(NO_MEMORY, -2)
 
 // One parameter: where its tensors are and how they are laid out. All of them are contiguous. Fields are eight bytes
 // each, so that the caller can keep a list of parameters as one table of 64-bit numbers.
+#define DAYPACK_PARAM_FIELDS(FIELD)                                                                             \
+  FIELD(void*, param)                                                                                           \
+  FIELD(const void*, grad)                                                                                      \
+  FIELD(float*, step)            /* steps taken so far; apply counts it up */                                   \
+  FIELD(uint8_t*, codes)         /* first moment as 8-bit codes; null if it is dense, or not kept */            \
+  FIELD(void*, scale)            /* one per block of a row: bf16, or fp32 beside a map */                       \
+  FIELD(const float*, codebook)  /* 256 levels that were learned; or */                                         \
+  FIELD(const void*, map)        /* those known beforehand, from daypack_prepare_map */                         \
+  FIELD(float*, exp_avg)         /* dense first moment */                                                       \
+  FIELD(float*, exp_avg_sq)      /* dense second moment */                                                      \
+  FIELD(uint8_t*, v_codes)       /* second moment as 8-bit codes */                                             \
+  FIELD(float*, v_scale)                                                                                        \
+  FIELD(const void*, v_map)                                                                                     \
+  FIELD(float*, row)             /* second moment of rows, [matrices, rows] */                                  \
+  FIELD(float*, col)             /* of columns, [matrices, cols] */                                             \
+  FIELD(float*, block)           /* of blocks, [matrices, rows, ceil(cols / v_block_size)] */                   \
+  FIELD(const int64_t*, owners)  /* of each line (a row, or a column) the group; rising */                      \
+  FIELD(const int64_t*, sizes)   /* lines of each group, on all ranks together */                               \
+  FIELD(float*, sums)            /* statistics of g^2, filled by observe: rows, columns, groups; or blocks */   \
+  FIELD(double*, squares)        /* of the parameter and of what its rule measures, filled by measure */        \
+  FIELD(const float*, basis)     /* of a projection, [min(full_rows, full_cols), rank]; null without one */     \
+  FIELD(int64_t*, basis_left)    /* gradients for which it still serves; a step not all zeros counts it down */ \
+  FIELD(int64_t, matrices)                                                                                      \
+  FIELD(int64_t, rows)                                                                                          \
+  FIELD(int64_t, cols)                                                                                          \
+  FIELD(int64_t, first)          /* place of the first element in the whole parameter, of which this may be */  \
+                                 /* a part: for the dither */                                                   \
+  FIELD(int64_t, whole_rows)     /* rows of a matrix on all ranks together, which the columns' sums are over */ \
+  FIELD(int64_t, block_size)     /* of the codes' scales; at most DAYPACK_LARGEST_BLOCK */                      \
+  FIELD(int64_t, groups)         /* of lines in a matrix */                                                     \
+  FIELD(int64_t, numel)          /* of the whole parameter */                                                   \
+  FIELD(int64_t, v_block_size)                                                                                  \
+  FIELD(int64_t, v_kind)         /* DaypackSecondMoment */                                                      \
+  FIELD(int64_t, param_type)     /* DaypackType */                                                              \
+  FIELD(int64_t, grad_type)                                                                                     \
+  FIELD(int64_t, options)        /* index into the array of DaypackOptions */                                   \
+  FIELD(int64_t, rank)           /* of a projection; 0 without one. With one, all else but param, grad and */   \
+                                 /* their types is of the stand-in of low rank, and the parameter itself is */  \
+                                 /* full_rows x full_cols */                                                    \
+  FIELD(int64_t, full_rows)                                                                                     \
+  FIELD(int64_t, full_cols)
+
+#define DAYPACK_OPTIONS_FIELDS(FIELD)                                                              \
+  FIELD(double, lr)                                                                                \
+  FIELD(double, beta1)                                                                             \
+  FIELD(double, beta2)                                                                             \
+  FIELD(double, eps)                                                                               \
+  FIELD(double, weight_decay)                                                                      \
+  FIELD(double, sign)             /* -1 to ascend (maximize), else 1 */                            \
+  FIELD(double, rule)             /* DaypackRule; beta1 is SGD's momentum */                       \
+  FIELD(double, dampening)        /* SGD */                                                        \
+  FIELD(double, nesterov)                                                                          \
+  FIELD(double, trust_ratio)      /* LAMB */                                                       \
+  FIELD(double, beta2_decay)      /* Adafactor */                                                  \
+  FIELD(double, relative_step)                                                                     \
+  FIELD(double, scale_parameter)                                                                   \
+  FIELD(double, smallest_scale)                                                                    \
+  FIELD(double, clip)                                                                              \
+  FIELD(double, whole_decay)      /* of a projection: weight decay of the parameter itself, and */ \
+  FIELD(double, scale)            /* factor of what comes back to it */
+
+#define DAYPACK_NUMBER(name, number) DAYPACK_##name = number,
+enum DaypackType { DAYPACK_TYPES(DAYPACK_NUMBER) };
+enum DaypackSecondMoment { DAYPACK_SECOND_MOMENTS(DAYPACK_NUMBER) };
+enum DaypackRule { DAYPACK_RULES(DAYPACK_NUMBER) };
+enum DaypackLimit { DAYPACK_LIMITS(DAYPACK_NUMBER) };
+#undef DAYPACK_NUMBER
+
+#define DAYPACK_FIELD(type, name) type name;
 struct DaypackParam {
-  void* param;
-  const void* grad;
-  float* step;            // steps taken so far; apply counts it up
-  uint8_t* codes;         // first moment as 8-bit codes; null if it is dense, or not kept
-  void* scale;            // one per block of a row: bf16, or fp32 beside a map
-  const float* codebook;  // 256 levels that were learned; or
-  const void* map;        // those known beforehand, from daypack_prepare_map
-  float* exp_avg;         // dense first moment
-  float* exp_avg_sq;      // dense second moment
-  uint8_t* v_codes;       // second moment as 8-bit codes
-  float* v_scale;
-  const void* v_map;
-  float* row;             // second moment of rows, [matrices, rows]
-  float* col;             // of columns, [matrices, cols]
-  float* block;           // of blocks, [matrices, rows, ceil(cols / v_block_size)]
-  const int64_t* owners;  // of each line (a row, or a column) the group; rising
-  const int64_t* sizes;   // lines of each group, on all ranks together
-  float* sums;            // statistics of g^2, filled by observe: rows, columns, groups; or blocks
-  double* squares;        // of the parameter and of what its rule measures, filled by measure
-  const float* basis;     // of a projection, [min(full_rows, full_cols), rank]; null without one
-  int64_t* basis_left;    // gradients for which it still serves; a step that is not all zeros counts it down
-  int64_t matrices, rows, cols;
-  int64_t first;          // place of the first element in the whole parameter, of which this may be a part: for the dither
-  int64_t whole_rows;     // rows of a matrix on all ranks together, which the columns' sums are over
-  int64_t block_size;     // of the codes' scales; at most DAYPACK_LARGEST_BLOCK
-  int64_t groups;         // of lines in a matrix
-  int64_t numel;          // of the whole parameter
-  int64_t v_block_size;
-  int64_t v_kind;         // DaypackSecondMoment
-  int64_t param_type, grad_type;
-  int64_t options;        // index into the array of DaypackOptions
-  int64_t rank;           // of a projection; 0 without one. With one, all else but param, grad and their types is of the
-                          // stand-in of low rank, and the parameter itself is full_rows x full_cols
-  int64_t full_rows, full_cols;
+  DAYPACK_PARAM_FIELDS(DAYPACK_FIELD)
 };
-
 struct DaypackOptions {
-  double lr, beta1, beta2, eps, weight_decay;
-  double sign;  // -1 to ascend (maximize), else 1
-  double rule;  // DaypackRule; beta1 is SGD's momentum
-  double dampening, nesterov;                                             // SGD
-  double trust_ratio;                                                     // LAMB
-  double beta2_decay, relative_step, scale_parameter, smallest_scale, clip;  // Adafactor
-  double whole_decay, scale;  // of a projection: weight decay of the parameter itself, and factor of what comes back to it
+  DAYPACK_OPTIONS_FIELDS(DAYPACK_FIELD)
 };
-
-#define DAYPACK_LARGEST_BLOCK 4096
+#undef DAYPACK_FIELD
 
 DAYPACK_EXPORT int daypack_interface(void);
-// Bytes of DaypackParam, so that a caller built for another layout notices.
-DAYPACK_EXPORT int daypack_param_bytes(void);
+// What the library was built with, one line for each struct and enum: its name, then `name=value` for each field or number.
+// A field's value is its type and size as numpy writes them (u: pointers), and its offset: `rank=i8@272`; a struct's own
+// bytes are called `sizeof`. A caller built for another layout learns from it where they differ.
+DAYPACK_EXPORT const char* daypack_layout(void);
 
 // The instruction set in use: "portable", "avx2" or "avx512". `use_cpu` sets it (null: the best one) and returns 0, or
 // returns -1 and changes nothing if this machine lacks it.
@@ -112,7 +154,6 @@ DAYPACK_EXPORT int64_t daypack_measure(const DaypackParam* params, int64_t count
 
 // Second pass: moments, rule, decay and parameters of those that `active` marks (null: all). Returns -1, or the index of a
 // parameter whose codebook is not usable, or DAYPACK_NO_MEMORY if there is none for a projection; nothing has changed then.
-#define DAYPACK_NO_MEMORY (-2)
 DAYPACK_EXPORT int64_t daypack_apply(const DaypackParam* params, int64_t count, const DaypackOptions* options,
                                      const uint8_t* active, int threads);
 

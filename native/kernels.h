@@ -1,4 +1,5 @@
-// What each instruction set implements: both passes over one tile of one parameter, and the loops of calibration.
+// What each instruction set implements: both passes over one tile of one parameter, and the loops of calibration. Its code
+// is in the headers `*-inl.h`, which kernels_*.cpp include inside a namespace of their own, each with its own flags.
 #pragma once
 #include "codec.h"
 #include "daypack.h"
@@ -25,7 +26,7 @@ static_assert(TILE_COLS >= DAYPACK_LARGEST_BLOCK, "a tile holds at least one blo
 
 constexpr int BINS = 4096;  // of the histogram behind the codebook
 
-// One parameter's step in the numbers that the loops want. Rules read what they know: see rules.h and make_step.
+// One parameter's step in the numbers that the loops want. Rules read what they know: see rules-inl.h and make_step.
 struct Step {
   int rule;                 // DaypackRule
   float sign, coupled;      // the gradient is sign * g + coupled * p
@@ -88,7 +89,7 @@ struct Kernels {
   void (*measure)(const Tile& tile, const Step& step, double* squares);
   // One block of a product; returns the sum of squares that it added up.
   double (*multiply)(const Product& product, int64_t row, int64_t row_end, int64_t col, int64_t col_end, float* scratch);
-  // The loops of calibration: see learn.h.
+  // The loops of calibration: see learn-inl.h.
   void (*count)(const void* grad, int64_t type, int64_t cols, int64_t block_size, int64_t first, int64_t last,
                 int64_t* counts);
   void (*score)(const void* grad, int64_t type, int64_t cols, int64_t row, int64_t row_end, const int64_t* sizes,

@@ -4,14 +4,14 @@
 
 namespace daypack {
 namespace avx2 {
-#include "numbers.h"
-#include "rules.h"
-#include "generic.h"
+#include "numbers-inl.h"
+#include "rules-inl.h"
+#include "generic-inl.h"
 using namespace generic;
-#include "runs.h"
-#include "tiles.h"
-#include "product.h"
-#include "learn.h"
+#include "runs-inl.h"
+#include "tiles-inl.h"
+#include "product-inl.h"
+#include "learn-inl.h"
 }  // namespace avx2
 
 const Kernels avx2_kernels{"avx2", avx2::observe, avx2::observe_blocks, avx2::observe_coupled, avx2::apply, avx2::measure,

@@ -4,17 +4,17 @@
 
 namespace daypack {
 namespace avx512 {
-#include "numbers.h"
-#include "rules.h"
-#include "generic.h"
+#include "numbers-inl.h"
+#include "rules-inl.h"
+#include "generic-inl.h"
 using generic::round_up;
-#include "avx512.h"
-#include "avx512_map.h"
-#include "runs.h"
-#include "avx512_adamw.h"
-#include "tiles.h"
-#include "product.h"
-#include "learn.h"
+#include "avx512-inl.h"
+#include "avx512_map-inl.h"
+#include "runs-inl.h"
+#include "avx512_adamw-inl.h"
+#include "tiles-inl.h"
+#include "product-inl.h"
+#include "learn-inl.h"
 }  // namespace avx512
 
 const Kernels avx512_kernels{"avx512", avx512::observe, avx512::observe_blocks, avx512::observe_coupled, avx512::apply, avx512::measure,

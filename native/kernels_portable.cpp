@@ -2,14 +2,14 @@
 
 namespace daypack {
 namespace portable {
-#include "numbers.h"
-#include "rules.h"
-#include "generic.h"
+#include "numbers-inl.h"
+#include "rules-inl.h"
+#include "generic-inl.h"
 using namespace generic;
-#include "runs.h"
-#include "tiles.h"
-#include "product.h"
-#include "learn.h"
+#include "runs-inl.h"
+#include "tiles-inl.h"
+#include "product-inl.h"
+#include "learn-inl.h"
 }  // namespace portable
 
 const Kernels portable_kernels{"portable", portable::observe, portable::observe_blocks, portable::observe_coupled, portable::apply, portable::measure,

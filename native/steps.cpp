@@ -96,8 +96,6 @@ int64_t step(const DaypackParam* params, int64_t count, const DaypackOptions* op
 
 int daypack_interface(void) { return DAYPACK_INTERFACE; }
 
-int daypack_param_bytes(void) { return static_cast<int>(sizeof(DaypackParam)); }
-
 const char* daypack_cpu(void) { return daypack::kernels().name; }
 
 int daypack_use_cpu(const char* name) { return daypack::select(name) ? 0 : -1; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 # For numpy, torch and every process that a test starts. Where a test wants more threads than there are cores, the ones
@@ -17,8 +18,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from daypack.calibration import codebook  # noqa: E402
-from daypack.kernels import learning, native  # noqa: E402
+from daypack.calibration import tools  # noqa: E402
+from daypack.kernels.native import calibration, library  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -48,8 +49,9 @@ def remembered_codebooks() -> Iterator[None]:
     with as many threads of the same kernels. So no scenario sees a difference.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codebook, "optimal_levels", remembered(codebook.optimal_levels, lambda: None))
-        if native.library() is not None:
-            how = lambda: (native.cpu(), torch.get_num_threads())  # noqa: E731
-            patch.setattr(learning, "optimal_levels", remembered(learning.optimal_levels, how))
+        slow = remembered(tools.REFERENCE.optimal_levels, lambda: None)
+        patch.setattr(tools, "REFERENCE", replace(tools.REFERENCE, optimal_levels=slow))
+        if library.library() is not None:
+            how = lambda: (library.cpu(), torch.get_num_threads())  # noqa: E731
+            patch.setattr(calibration, "optimal_levels", remembered(calibration.optimal_levels, how))
         yield

@@ -43,7 +43,7 @@ FAULTS = [
     # ------------------------------------------------------------------ step
     Fault(
         "bias correction is a step ahead",
-        "update.py",
+        "rules/base.py",
         "1 - self.beta2**self.step",
         "1 - self.beta2**(self.step + 1)",
         MATH,
@@ -51,15 +51,15 @@ FAULTS = [
     Fault(
         "decay is applied twice",
         "kernels/reference.py",
-        "x.p * (1 - hyper.shrink)",
-        "x.p * (1 - hyper.shrink)**2",
+        "(p * (1 - hyper.shrink))",
+        "(p * (1 - hyper.shrink)**2)",
         MATH,
     ),
     Fault(
         "a skipped parameter counts a step",
-        "optim/base.py",
-        "self.skipped[update.name] += 1",
-        'self.skipped[update.name] += 1; update.state and update.state["step"].add_(1)',
+        "optim/admission.py",
+        "skipped[item.name] += 1",
+        'skipped[item.name] += 1; item.state and item.state["step"].add_(1)',
         "tests/conformance/test_nonfinite.py",
     ),
     # ----------------------------------------------------------------- codec
@@ -73,9 +73,9 @@ FAULTS = [
     # ------------------------------------------------------------------ load
     Fault(
         "shapes are not checked",
-        "optim/state_dict.py",
-        "if tuple(value.shape) != spec.shape or value.dtype",
-        "if value.dtype",
+        "optim/validate.py",
+        "if any(wanted not in (ANY, size) for",
+        "if any(False for",
         LOAD,
     ),
     Fault(
@@ -90,14 +90,14 @@ FAULTS = [
         "each rank goes by its own gradient",
         "optim/exchange.py",
         "present[k] = has_grad > 0",
-        "present[k] = update.whole.grad is not None",
+        "present[k] = item.whole.grad is not None",
         RANKS,
     ),
     Fault(
         "statistics stay a rank's own",
         "optim/exchange.py",
-        "shared[k].copy_(sums[i][_FLAGS:])",
-        "shared[k].copy_(entries[i][_FLAGS:])",
+        "torch.split(sums[i][_FLAGS:]",
+        "torch.split(entries[i][_FLAGS:]",
         RANKS,
     ),
 ]

@@ -13,16 +13,13 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "daypack"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# Imports run downward: a room may import its own layer and those below. Rooms that do not exist yet have their place.
-LAYERS = (
-    {"cli", "integrations"},
-    {"training", "reports", "planner", "checkpoint", "inspection", "telemetry"},
-    {"optim"},
-    {"kernels", "placement", "sharding", "weights"},
-    {"calibration", "formats", "rules", "update", "projection"},
+# The rooms from the top down. A room imports only itself and rooms below it.
+ROOMS = (
+    *("cli", "lab", "telemetry", "planner", "inspection", "checkpoint", "presentation", "optim", "placement"),
+    *("kernels", "projection", "sharding", "param", "formats", "calibration", "geometry", "rules"),
 )
-HEIGHT = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for room in layer}
-ROOT = len(LAYERS) + 1  # The package itself: its `__init__` gathers the public names.
+#: The package itself, whose `__init__` gathers the public names, imports no room above this one.
+PUBLIC = "telemetry"
 
 HEAVY = ("typer", "rich", "matplotlib", "jinja2", "triton", "torch.distributed.tensor", "click", "pandas")
 
@@ -63,21 +60,28 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def height(module: str) -> int:
-    return HEIGHT[room(module)] if room(module) else ROOT
+def above(module: str, other: str) -> bool:
+    """Whether ``other`` is in a room above that of ``module``; the package itself is above the rooms it gathers."""
+    if not room(other):
+        return ROOMS.index(room(module)) >= ROOMS.index(PUBLIC)
+    return ROOMS.index(room(other)) < ROOMS.index(room(module))
+
+
+def test_the_rooms_are_those_that_exist() -> None:
+    assert len({*ROOMS}) == len(ROOMS)
+    assert {*ROOMS} == {room(module) for module in MODULES} - {"", "__main__"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_run_downward(path: Path) -> None:
     me = module_of(path)
-    if me in ("daypack", "daypack.__main__"):
-        assert "cli" not in {room(name) for name in imports(path)} or me == "daypack.__main__"
+    if me == "daypack.__main__":
         return
-    assert room(me) in HEIGHT, f"{me} is in no room of the design"
     for name in imports(path):
-        if name == "daypack" and HEIGHT[room(me)] > HEIGHT["optim"]:
-            continue  # Whatever stands above the optimizers may use them by their public names.
-        assert height(name) <= height(me), f"{me} imports {name}, which is above it"
+        if me == "daypack":
+            assert not room(name) or ROOMS.index(room(name)) >= ROOMS.index(PUBLIC), f"daypack imports {name}"
+        else:
+            assert not above(me, name), f"{me} imports {name}, which is above it"
 
 
 def test_modules_do_not_import_in_circles() -> None:
@@ -114,7 +118,7 @@ def test_modules_do_not_import_in_circles() -> None:
 def test_the_check_sees_an_upward_import(text: str) -> None:
     found = list(imports(SOURCE / "formats" / "probe.py", text))
     assert found
-    assert all(height(name) > HEIGHT["formats"] for name in found), found
+    assert all(above("daypack.formats.probe", name) for name in found), found
 
 
 def test_importing_is_light_and_touches_no_device() -> None:

@@ -6,15 +6,18 @@ from torch.optim import SGD, Adam, AdamW
 
 from daypack.optim.adafactor import Adafactor
 from daypack.optim.adam_mini import AdamMini
+from daypack.optim.ademamix import AdEMAMix
+from daypack.optim.adopt import ADOPT
 from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from daypack.optim.galore import GaLore
 from daypack.optim.gefen import Gefen
 from daypack.optim.groups import param_groups
 from daypack.optim.lamb import LAMB
+from daypack.optim.muon import Muon
 from daypack.optim.registry import create, materialize_state, names
-from daypack.planner.estimate import estimate_state
+from daypack.optim.size import state_report
 from daypack.planner.memory import plan_memory as plan
-from daypack.planner.report import state_report
+from daypack.planner.state import estimate_state
 from daypack.telemetry import monitor
 
 if TYPE_CHECKING:
@@ -24,8 +27,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ADOPT",
     "LAMB",
     "SGD",
+    "AdEMAMix",
     "Adafactor",
     "Adam",
     "Adam8bit",
@@ -35,6 +40,7 @@ __all__ = [
     "GaLore",
     "Gefen",
     "Lion8bit",
+    "Muon",
     "SGD8bit",
     "checkpoint",
     "convert",

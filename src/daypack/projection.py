@@ -1,144 +1,54 @@
-"""GaLore's low-rank stage (Zhao et al. 2024, arXiv 2403.03507): a matrix is stepped through a thinner stand-in."""
+"""Stepping a matrix through a thinner stand-in (GaLore): before and after the rule's own step."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from daypack.formats.base import (
-    CHUNK_ELEMENTS,
-    ComponentSpec,
-    Geometry,
-    State,
-    StateFormat,
-    accumulator,
-)
-from daypack.update import Update
+from daypack.geometry import accumulator
+from daypack.param import ParamStep
 
 
-@dataclass(frozen=True)
-class Projection(StateFormat):
-    """A ``[long, short]`` matrix ``G`` (a parameter's or its transpose) through ``rank`` directions of the short side.
+def stepped(item: ParamStep) -> ParamStep:
+    """What the rule steps: ``item`` itself, or its stand-in, after the basis was taken from its gradient if due."""
+    if item.plan.projection is None:
+        return item
+    refresh_(item)
+    return stand_in(item)
 
-    The columns of the basis ``Q [short, rank]`` are the leading singular vectors of a gradient. A stand-in of zeros,
-    whose gradient is ``G Q``, is stepped by any rule; where it went, ``q``, comes back as ``q Q^T``. It lies as the
-    parameter lies: ``[rows, rank]`` where the columns are the short side, else ``[rank, cols]``, which is ``(G Q)^T``.
 
-    State: ``basis`` is ``Q``, zeros until the first gradient that is finite and not all zero; ``basis_left`` counts the
-    gradients for which it still serves (int64, 0: the next one brings a new basis).
-
-    Attributes:
-        shape: the parameter's, two dims.
-        rank: at most the shorter one.
-    """
-
-    shape: tuple[int, int]
-    rank: int
-
-    @property
-    def low(self) -> tuple[int, int]:
-        """Shape of the stand-in."""
-        rows, cols = self.shape
-        return (rows, self.rank) if rows >= cols else (self.rank, cols)
-
-    def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
-        basis = ComponentSpec("", (min(self.shape), self.rank), accumulator(dtype))
-        return basis, ComponentSpec("_left", (), torch.int64)
-
-    def fault(self, state: State, name: str, view: Geometry) -> str | None:
-        if not state[name].isfinite().all():
-            return f"{name} holds a value that is not finite"
-        left = int(state[name + "_left"])
-        if left < 0 or (left and not state[name].any()):
-            return f"{name}_left is {left}, which does not go with {name}"
-        return None
-
-    def _upright(self, matrix: Tensor) -> Tensor:
-        """The parameter as ``[long, short]``, or the stand-in as ``[long, rank]``: a view."""
-        return matrix if self.shape[0] >= self.shape[1] else matrix.T
-
-    def _parts(self) -> Iterator[slice]:
-        """Runs of rows of the upright matrix, at most a chunk each."""
-        long, short = max(self.shape), min(self.shape)
-        many = max(1, CHUNK_ELEMENTS // short)
-        return (slice(i, min(i + many, long)) for i in range(0, long, many))
-
-    def squared(self, grad: Tensor) -> Tensor:
-        """The sum of g^2, 0-dim."""
-        real, upright = accumulator(grad.dtype), self._upright(grad)
-        total = torch.zeros((), dtype=real, device=grad.device)
-        for part in self._parts():
-            total += upright[part].to(real).square().sum()
-        return total
-
-    def leading(self, grad: Tensor) -> Tensor:
-        """The basis for ``grad``: fp64 ``[short, rank]``, orthonormal, the largest entry of each column positive.
-
-        Eigenvectors of the short side's Gram matrix in fp64, which resolve what an SVD in fp32 resolves, and take
-        ``short^2`` numbers (three times, in the solver) whatever the long side.
-
-        Raises:
-            torch.linalg.LinAlgError: the solver did not converge.
-        """
-        upright, short = self._upright(grad), min(self.shape)
-        gram = torch.zeros(short, short, dtype=torch.float64, device=grad.device)
-        for part in self._parts():
-            rows = upright[part].double()
-            gram.addmm_(rows.T, rows)
-        basis: Tensor = torch.linalg.eigh(gram)[1][:, -self.rank :].flip(1)
-        largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))
-        return basis * torch.where(largest < 0, -1.0, 1.0)
-
-    def refresh_(self, update: Update) -> None:
-        """Take a new basis from the gradient (finite, not all zero) if the old one has served its time."""
-        basis, left = update.state["basis"], update.state["basis_left"]
-        if left > 0:
+def refresh_(item: ParamStep) -> None:
+    """Take a new basis from the gradient (finite, not all zero) if the old one has served its time."""
+    basis, left = item.state["basis"], item.state["basis_left"]
+    if item.plan.projection is None or left > 0:
+        return
+    try:
+        basis.copy_(item.plan.projection.leading(item.grad))
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        warnings.warn(
+            f"the basis of parameter {item.name} stays as it is: its gradient could not be decomposed ({error})",
+            stacklevel=2,
+        )
+        if not basis.any():
             return
-        try:
-            basis.copy_(self.leading(update.grad))
-        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-            warnings.warn(
-                f"the basis of parameter {update.name} stays as it is: its gradient could not be decomposed ({error})",
-                stacklevel=2,
-            )
-            if not basis.any():
-                return
-        left.fill_(int(update.group["update_proj_gap"]))
-
-    def stand_in(self, update: Update) -> Update:
-        """The low-rank parameter to step in place of ``update``'s, with its gradient; it does not decay."""
-        real, upright = accumulator(update.param.dtype), self._upright(update.grad)
-        param = torch.zeros(self.low, dtype=real, device=update.param.device)
-        param.grad, basis = torch.empty_like(param), update.state["basis"].to(param.device)
-        for part in self._parts():
-            self._upright(param.grad)[part] = upright[part].to(real) @ basis
-        group = {**update.group, "weight_decay": 0.0}
-        return replace(update, param=param, group=group, plan=replace(update.plan, projection=None), sums=())
-
-    def write_back_(self, update: Update, low: Tensor) -> None:
-        """``p <- p (1 - lr wd) + scale q Q^T``, rounded once."""
-        group, basis, upright = update.group, update.state["basis"], self._upright(update.param)
-        kept, scale = 1 - float(group["lr"]) * float(group["weight_decay"]), float(group["scale"])
-        for part in self._parts():
-            moved = upright[part].to(low.dtype) * kept
-            upright[part] = moved.addmm_(self._upright(low)[part], basis.T, alpha=scale)
+    left.fill_(int(item.group["update_proj_gap"]))
 
 
-def project(shape: tuple[int, ...], rank: int | None) -> Projection | None:
-    """The projection of a parameter of ``shape``; None for what is no matrix, and without a rank."""
-    if rank is None or len(shape) != 2 or 0 in shape:
-        return None
-    return Projection((shape[0], shape[1]), min(rank, *shape))
+def stand_in(item: ParamStep) -> ParamStep:
+    """The low-rank parameter to step in place of ``item``'s, zeros, with its gradient; it does not decay."""
+    projection, real = item.plan.projection, accumulator(item.param.dtype)
+    assert projection is not None
+    param = torch.zeros(projection.low, dtype=real, device=item.param.device)
+    param.grad = projection.down(item.grad, item.state["basis"].to(param.device), real)
+    group = {**item.group, "weight_decay": 0.0}
+    return replace(item, param=param, group=group, plan=replace(item.plan, projection=None), sums={})
 
 
-def stepped(update: Update) -> Update:
-    """What the rule steps: ``update`` itself, or its stand-in, after the basis was taken from its gradient if due."""
-    projection = update.plan.projection
-    if projection is None:
-        return update
-    projection.refresh_(update)
-    return projection.stand_in(update)
+def write_back_(item: ParamStep, low: ParamStep) -> None:
+    """Bring to the parameter where its stand-in went: ``p <- p (1 - lr wd) + scale q Q^T``."""
+    assert item.plan.projection is not None
+    kept = 1 - float(item.group["lr"]) * float(item.group["weight_decay"])
+    scale = float(item.group["scale"])
+    item.plan.projection.up_(item.param, low.param, item.state["basis"], kept, scale)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from daypack.formats.base import ComponentSpec, Geometry
-from daypack.update import ParamPlan
+from daypack.formats.base import ComponentSpec
+from daypack.geometry import Geometry, geometry
+from daypack.param import ParamPlan
 
 #: Vectors that are no parameters but smaller than this are left as they are.
 SMALLEST_PARTITION = 1 << 14
@@ -151,6 +152,25 @@ def place(param: Tensor, value: Tensor, spec: ComponentSpec) -> Tensor:
         return value
     shape, start = _local(param)
     return value.narrow(0, start if shape[0] else 0, shape[0])
+
+
+def gather_rows(param: Tensor, local: Tensor, view: Geometry) -> Tensor:
+    """Whole matrices ``[matrices, rows, cols]`` of which ``local`` has this rank's rows. Every rank calls it.
+
+    Args:
+        param: that ``local`` belongs to.
+        view: of ``local``.
+    """
+    if view.batched or not is_distributed(param):
+        return local  # a shard of dim 0 holds whole matrices
+    shape = tuple(param.shape)
+    whole: Tensor = wrap(param, local.view(view.shape), ComponentSpec("", shape, local.dtype)).full_tensor()  # type: ignore[attr-defined]
+    return whole.view(geometry(shape).view3)
+
+
+def own_rows(matrices: Tensor, view: Geometry) -> Tensor:
+    """The rows of ``view``, a shard, of what `gather_rows` returned."""
+    return matrices if view.batched else matrices[:, view.start : view.start + view.rows]
 
 
 class LocalState(dict[str, Any]):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from daypack.calibration import blocks
-from daypack.formats.base import geometry
+from daypack.geometry import geometry
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from daypack import geometry as views
 from daypack.calibration import codebook
-from daypack.formats import base
-from daypack.formats.base import geometry
+from daypack.geometry import geometry
 
 
 @pytest.mark.parametrize("shape", [(7, 300), (3, 5), (4, 96, 80), (1, 2000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("limit", [256, 1 << 19])
 def test_histogram_counts_every_nonzero_element_once(shape, dtype, limit, monkeypatch):
-    monkeypatch.setattr(base, "CHUNK_ELEMENTS", limit)
+    monkeypatch.setattr(views, "CHUNK_ELEMENTS", limit)
     torch.manual_seed(0)
     grad = torch.randn(shape).to(dtype)
     grad.view(-1)[::3] = 0

@@ -13,7 +13,7 @@ import torch
 
 import daypack
 from daypack.cli import run
-from tests.training.texts import text
+from tests.lab.texts import text
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -116,7 +116,7 @@ def test_compare_writes_what_it_shows(tmp_path: Path, data: Path, capsys: pytest
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, data: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from daypack.training import Job
+    from daypack.lab import Job
 
     arguments = ["train", "--optimizer", optimizer, *SMALL, "--data", str(data), "--out", str(tmp_path / "runs")]
     arguments += ["--checkpoint-every", "3", "--monitor", "1"]
@@ -156,7 +156,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 def test_a_batch_that_no_memory_holds_is_one_line(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from daypack.training import Job
+    from daypack.lab import Job
 
     monkeypatch.setattr(Job, "advance", lambda job: torch.empty(1 << 60, dtype=torch.uint8))
     assert run(["compare", *SMALL, "--data", str(data), "--out", str(tmp_path / "runs")]) == 2
@@ -321,7 +321,7 @@ def test_without_the_extra_one_line_says_what_to_install() -> None:
 
 def test_importing_the_library_imports_nothing_of_the_command_line() -> None:
     done = python(
-        "import daypack, sys; print({'typer', 'rich', 'matplotlib', 'jinja2', 'daypack.training'} & set(sys.modules))"
+        "import daypack, sys; print({'typer', 'rich', 'matplotlib', 'jinja2', 'daypack.lab'} & set(sys.modules))"
     )
     assert done.stdout == "set()\n", done.stderr
 

@@ -76,7 +76,7 @@ def test_what_is_piped_is_plain_whole_and_loadable(saved: tuple[Path, Any, Param
 
 def test_every_order(saved: tuple[Path, Any, Params], capsys: pytest.CaptureFixture[str]) -> None:
     from daypack.inspection import inspect_state
-    from daypack.reports.inspection import SORTS
+    from daypack.inspection.table import SORTS
 
     params = {param.name: param for param in inspect_state(saved[0]).params}
     for name, (key, largest) in SORTS.items():
@@ -90,7 +90,7 @@ def test_every_order(saved: tuple[Path, Any, Params], capsys: pytest.CaptureFixt
 
 def test_a_narrow_terminal_drops_columns_and_says_so(saved: tuple[Path, Any, Params]) -> None:
     from daypack.inspection import inspect_state
-    from daypack.reports.inspection import inspection_table
+    from daypack.inspection.table import inspection_table
 
     params = inspect_state(saved[0]).params
     widths: list[int] = []

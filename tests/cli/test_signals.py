@@ -69,7 +69,7 @@ def test_an_interrupted_comparison_keeps_its_records_and_touches_nothing_else(
 def test_a_comparison_that_is_terminated_before_its_first_record_leaves_nothing(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from daypack.training import Job
+    from daypack.lab import Job
 
     monkeypatch.setattr(Job, "advance", lambda job: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)

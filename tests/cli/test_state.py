@@ -10,7 +10,7 @@ import torch
 import daypack
 from daypack.checkpoint import load_file, save_file
 from daypack.cli import run
-from daypack.training import build_model, model_config
+from daypack.lab import build_model, model_config
 from tests.conformance.scene import assert_same, parameters, state_of, train
 
 from .test_commands import SMALL

@@ -128,6 +128,42 @@ PROPORTIONAL = {
     "huge_and_tiny_gradients": "a step is as large as its gradient",
 }
 
+FIRST = "its first step only takes in the second moment"
+ADOPT = {
+    "adapter_whose_first_gradient_is_zero_trains": FIRST,
+    "coordinates_without_gradient_do_not_drift": FIRST,
+    "decay_in_low_precision_is_not_lost": FIRST,
+    "decay_means_what_it_means_in_the_namesake": FIRST,
+    "groups_work_in_every_optimizer": FIRST,
+    "maximize_is_the_negated_gradient": FIRST,
+    "rows_and_columns_of_very_different_size": FIRST,
+    "unused_parameter_has_state_and_trains_later": FIRST,
+    "warm_up_from_zero_advances_state_and_moves_nothing": FIRST,
+    "signature_is_the_namesakes": "betas, eps and decay default to what its authors publish",
+    "zero_gradient_at_rate_zero_is_a_step_once_training_began": "its second moment decays by 0.9999",
+    "half_precision_survives_zero_and_small_gradients": "its eps of 1e-6 is larger than these gradients",
+    "huge_and_tiny_gradients": "its eps of 1e-6 is larger than the tiny ones",
+}
+ADEMAMIX = {
+    "decay_means_what_it_means_in_the_namesake": "its slow average adds to what AdamW does",
+    "long_run_with_heavy_tails_stays_stable@warm": "its slow average adds to what AdamW does",
+    "signature_is_the_namesakes": "it has three betas",
+}
+MATRICES = "its namesake takes nothing but matrices"
+MIXED = "rows and columns of a matrix move together"
+MUON = NO_SECOND_MOMENT | {
+    "adapter_whose_first_gradient_is_zero_trains": MIXED,
+    "coordinates_without_gradient_do_not_drift": MIXED,
+    "decay_means_what_it_means_in_the_namesake": MATRICES,
+    "groups_stay_the_callers": MATRICES,
+    "half_precision_survives_zero_and_small_gradients": MIXED,
+    "loss_goes_down_as_with_the_namesake": MATRICES,
+    "rows_and_columns_of_very_different_size": MIXED,
+    "signature_is_the_namesakes": "adjust_lr_fn defaults to the one with which AdamW's rate serves all",
+    "step_needs_chunks_not_copies_of_the_parameter": "a matrix is made orthogonal as a whole",
+    "tiny_parameters_train": "a matrix of one element moves by a fifth of the rate",
+}
+
 SPECS = {
     spec.name: spec
     for spec in (
@@ -191,6 +227,27 @@ SPECS = {
             alike=("gefen", "adamw", "adam"),
             bytes_per_param={"whole": 1.02, "low": 0.2},
         ),
+        Spec(
+            "adopt",
+            namesake=torch.optim.AdamW,
+            variants={"": {}, "dense": {"bits": 32, "second_moment": "dense"}},
+            otherwise=ADOPT,
+            bytes_per_param={"": 1.02, "dense": 8.01},
+        ),
+        Spec(
+            "ademamix",
+            namesake=torch.optim.AdamW,
+            variants={"": {}, "warm": {"alpha_warmup": 20, "beta3_warmup": 20, "second_moment": "dense"}},
+            otherwise=ADEMAMIX,
+            bytes_per_param={"": 2.04, "warm": 6.03},
+        ),
+        Spec(
+            "muon",
+            namesake=torch.optim.Muon,
+            variants={"": {}, "beside": {"beside": "adamw8bit", "bits": 32}},
+            otherwise=MUON,
+            bytes_per_param={"": 1.02, "beside": 4.01},
+        ),
         Spec("adamw", namesake=torch.optim.AdamW, ours=False, otherwise=TORCH, bytes_per_param={"": 8.01}),
         Spec("adam", namesake=torch.optim.Adam, ours=False, otherwise=TORCH, bytes_per_param={"": 8.01}),
         Spec(
@@ -232,6 +289,18 @@ class Case:
     def takes(self, option: str) -> bool:
         """Whether the constructor has this option."""
         return option in inspect.signature(type(self.create([torch.zeros(1)])).__init__).parameters
+
+    def betas(self, *values: Any) -> tuple[Any, ...]:
+        """``values`` as this optimizer takes betas: with a third one where it has three."""
+        count = len(self.create([torch.zeros(1)]).defaults["betas"])
+        return (*values, *[0.9999] * (count - len(values)))
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes per element of fp32 moments: of AdamW's two, or of all that its rule has if these are more."""
+        optimizer = self.create([torch.zeros(1)])
+        rule = optimizer.main_rule(optimizer.param_groups[0])  # type: ignore[attr-defined]
+        return 4 * max(2, len(rule.moments))
 
     @property
     def coupled(self) -> bool:

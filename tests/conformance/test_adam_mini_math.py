@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import daypack
-from daypack.training.models import build_model
+from daypack.lab.models import build_model
 
 from ..reference.adam_mini import AdamMini, row_groups
 from .scene import gradient, noise, parameters, train, values

@@ -197,7 +197,7 @@ def test_options_are_honoured_per_group(case: Case) -> None:
         {"lr": 0.3, "weight_decay": 0.2},
         {"maximize": True, "weight_decay": 0.0},
     ]
-    options[0] |= {"betas": (0.5, 0.9)} if case.takes("betas") else {}
+    options[0] |= {"betas": case.betas(0.5, 0.9)} if case.takes("betas") else {}
     options[0] |= {"eps": 1e-3} if isinstance(case.create([torch.zeros(1)]).defaults.get("eps"), float) else {}
     if case.spec.name == "gefen":
         options[0] |= {"second_moment": "blocks", "block_size": 64}
@@ -326,8 +326,8 @@ def test_tensor_options(case: Case) -> None:
     numbers, others = parameters(), parameters()
     lr, beta = torch.tensor(0.015625), torch.tensor(0.5)
     betas = case.takes("betas")
-    tensor = case.create(numbers.values(), lr=lr, **({"betas": (beta, 0.875)} if betas else {}))
-    number = case.create(others.values(), lr=0.015625, **({"betas": (0.5, 0.875)} if betas else {}))
+    tensor = case.create(numbers.values(), lr=lr, **({"betas": case.betas(beta, 0.875)} if betas else {}))
+    number = case.create(others.values(), lr=0.015625, **({"betas": case.betas(0.5, 0.875)} if betas else {}))
     train(tensor, numbers, range(2))
     train(number, others, range(2))
     assert_same(values(numbers), values(others))

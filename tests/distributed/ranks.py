@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from daypack.calibration import codebook
-from daypack.kernels import learning, native
+from daypack.calibration import tools
+from daypack.kernels.native import calibration, library
 
 #: What takes seconds to import, and what every rank needs. Nothing of it starts a thread.
 PRELOADED = [
@@ -78,8 +79,8 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 1
 def _rank(rank: int, world: int, folder: str) -> None:
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    if native.library() is not None:  # the same bits as the numpy programme's (tests/kernels/test_calibration.py)
-        codebook.optimal_levels = learning.optimal_levels
+    if library.library() is not None:  # the same bits as the numpy programme's (tests/kernels/test_calibration.py)
+        tools.REFERENCE = replace(tools.REFERENCE, optimal_levels=calibration.optimal_levels)
     try:
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daypack.formats import base
-from daypack.formats.base import chunks, geometry, read, write_
+from daypack import geometry as views
+from daypack.geometry import chunks, geometry, read, write_
 
 SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=5).map(tuple)
 
@@ -47,7 +47,7 @@ def test_chunks_cover_every_element_once_in_contiguous_aligned_runs(shape, limit
     view = geometry(shape)
     index = torch.arange(prod(shape)).view(view.view3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "CHUNK_ELEMENTS", limit)
+        patch.setattr(views, "CHUNK_ELEMENTS", limit)
         parts = list(chunks(view, align))
     seen = []
     for part in parts:
@@ -72,7 +72,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("shape", [(6, 10), (5, 3, 4, 2), (4, 16, 9), (2, 3, 8, 8), (3, 2, 4, 8, 6)])
 @pytest.mark.parametrize("limit", [7, 50, 10_000])
 def test_read_and_write_see_through_strides(layout, shape, limit, monkeypatch):
-    monkeypatch.setattr(base, "CHUNK_ELEMENTS", limit)
+    monkeypatch.setattr(views, "CHUNK_ELEMENTS", limit)
     torch.manual_seed(0)
     source = LAYOUTS[layout](torch.randn(shape))
     view = geometry(shape)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from daypack.formats import base
-from daypack.formats.base import chunks, geometry
+from daypack import geometry as views
 from daypack.formats.line_mean import LineMean, group_count
+from daypack.geometry import chunks, geometry
 
 
 def allocate(form, view, dtype):
@@ -31,7 +31,7 @@ CASES = {
 @pytest.mark.parametrize("limit", [13, 64, 1 << 19])
 @pytest.mark.parametrize("name", CASES)
 def test_each_line_holds_the_mean_of_its_group(name, limit, dtype, monkeypatch):
-    monkeypatch.setattr(base, "CHUNK_ELEMENTS", limit)
+    monkeypatch.setattr(views, "CHUNK_ELEMENTS", limit)
     shape, form = CASES[name]
     view = geometry(shape)
     state = allocate(form, view, dtype)
@@ -61,7 +61,7 @@ def test_each_line_holds_the_mean_of_its_group(name, limit, dtype, monkeypatch):
         np.testing.assert_allclose(
             np.broadcast_to(got, want.shape), want, rtol=1e-5 if dtype == torch.float32 else 1e-12
         )
-    assert form.fault(state, "v", view) is None
+    assert form.fault(state, "v", view, squares=True) is None
 
 
 def test_lines_of_a_group_are_equal_to_the_bit():
@@ -85,4 +85,4 @@ def test_damage_is_found(value):
     form, view = LineMean("col", ((4, 2),)), geometry((3, 4))
     state = allocate(form, view, torch.float32)
     state["v_col"][2] = value
-    assert "v_col holds" in form.fault(state, "v", view)
+    assert "v_col holds" in form.fault(state, "v", view, squares=True)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from daypack import geometry as views
 from daypack.calibration import blocks
-from daypack.formats import base
-from daypack.formats.base import chunks, geometry
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.factored import Factored
+from daypack.geometry import chunks, geometry
 
 EVERYTHING = (slice(None),) * 3
 
@@ -15,7 +15,7 @@ EVERYTHING = (slice(None),) * 3
 def run(form, state, shape, grads, beta, limit=1 << 19):
     view = geometry(shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "CHUNK_ELEMENTS", limit)
+        patch.setattr(views, "CHUNK_ELEMENTS", limit)
         for grad in grads:
             sums = form.sums(state, "v", view, like=grad)
             for chunk in chunks(view, form.align(view)):
@@ -87,12 +87,12 @@ def test_saved_block_means_have_a_shape_that_does_not_depend_on_what_was_found(c
     shapes = set()
     for size in {*blocks.candidates(cols), blocks.default_block_size(cols)}:
         state = allocate(form, (3, cols), torch.float32)
-        form.resize_(state, "v", view, size)
+        assert form.calibrate_(state, "v", view, torch.tensor(size))
         state["v_block"] += torch.rand_like(state["v_block"])
         live = state["v_block"].clone()
         state.update(form.save(state, "v", view))
         shapes.add(tuple(state["v_block"].shape))
-        assert form.fault(state, "v", view) is None
+        assert form.fault(state, "v", view, squares=True) is None
         form.load_(state, "v", view)
         assert torch.equal(state["v_block"], live)
         form.load_(state, "v", view)  # state in its live shape already is left alone
@@ -105,4 +105,4 @@ def test_block_sizes_that_a_row_cannot_have_are_found(size):
     form, view = BlockMean(), geometry((2, 64))
     state = allocate(form, (2, 64), torch.float32)
     state["v_block_size"].fill_(size)
-    assert "v_block_size is" in form.fault(state, "v", view)
+    assert "v_block_size is" in form.fault(state, "v", view, squares=True)

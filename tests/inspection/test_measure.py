@@ -12,7 +12,7 @@ import torch
 
 import daypack
 from daypack.checkpoint import save_file
-from daypack.formats.base import geometry
+from daypack.geometry import geometry
 from daypack.inspection.codes import expected_errors
 
 from ..conformance.scene import (
@@ -202,7 +202,7 @@ def test_parameters_that_were_never_stepped() -> None:
 
 
 def test_roles_of_a_transformer() -> None:
-    from daypack.training import build_model
+    from daypack.lab import build_model
 
     model = build_model("tiny", 0)
     optimizer = daypack.Gefen(daypack.param_groups(model))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from daypack.calibration import codebook
-from daypack.kernels import learning, native
+from daypack.calibration import tools
+from daypack.kernels.native import calibration as learning
+from daypack.kernels.native import library as native
 
 
 @pytest.fixture(autouse=True)
 def quick_codebooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.library() is not None and "calibration" not in request.module.__name__:
-        monkeypatch.setattr(codebook, "optimal_levels", learning.optimal_levels)
+        faster = replace(tools.REFERENCE, optimal_levels=learning.optimal_levels)
+        monkeypatch.setattr(tools, "REFERENCE", faster)

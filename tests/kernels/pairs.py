@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 import daypack
 from daypack import kernels
-from daypack.kernels import native
+from daypack.kernels.native import library as native
 
 from ..conformance.scene import Params, gradient, noise
 

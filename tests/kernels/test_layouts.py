@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import daypack
-from daypack.kernels import layouts, native
+from daypack.kernels import layouts
+from daypack.kernels.native import library as native
 
 from ..conformance.scene import Params, assert_same, gradient, state_of, values
 from .pairs import needs_native, parameters

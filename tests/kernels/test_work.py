@@ -14,10 +14,11 @@ from torch.nn import Parameter
 
 import daypack
 from daypack import kernels
-from daypack.calibration import codebook
+from daypack.calibration import codebook, tools
 from daypack.formats.block_quantized import BlockQuantized
-from daypack.kernels import native
-from daypack.update import ParamPlan
+from daypack.kernels.native import backend
+from daypack.kernels.native import library as native
+from daypack.param import ParamPlan
 
 from ..conformance.scene import Params, assert_same, gradient, noise, state_of, values
 from .pairs import CELLS, SHAPES, cpu, create, needs_native, parameters, set_gradient
@@ -232,7 +233,7 @@ def test_kernels_can_be_forced() -> None:
                 optimizer.step()
         assert optimizer.kernels() == {p: expected}
         assert f"{expected}" in str(daypack.state_report(optimizer))
-    with pytest.raises(ValueError, match="must be 'native' or 'reference'"), kernels.use("triton"):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be one of 'native', 'reference'"), kernels.use("triton"):
         pass
     q = Parameter(torch.randn(8, 300, dtype=torch.float64))
     q.grad = torch.randn(8, 300, dtype=torch.float64)
@@ -246,7 +247,8 @@ def test_a_format_derived_from_a_known_one_goes_to_the_reference() -> None:
 
     class Optimizer(daypack.Gefen):
         def plan(self, *args: Any) -> ParamPlan:
-            return replace(super().plan(*args), exp_avg=Derived())
+            usual = super().plan(*args)
+            return replace(usual, formats=(Derived(), *usual.formats[1:]))
 
     p = Parameter(torch.randn(8, 300))
     p.grad = torch.randn(8, 300)
@@ -274,8 +276,8 @@ def test_unknown_instruction_sets_are_refused() -> None:
 
 
 def test_without_the_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(codebook, "optimal_levels", numpy_levels)
+    monkeypatch.setattr(backend, "library", lambda: None)
+    monkeypatch.setattr(tools, "REFERENCE", replace(tools.REFERENCE, optimal_levels=numpy_levels))
     params = parameters(torch.float32, SMALL)
     optimizer = daypack.Gefen(params.values())
     train(optimizer, params, range(2))

@@ -55,6 +55,41 @@ EFFECTS: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
             {"scale": 0.5},
         ),
     ),
+    "adopt": ({}, (*COMMON, *ADAMW[:2], {"eps": 2.0}, {"bits": 32}, {"second_moment": "dense"}, {"block_size": 64})),
+    "ademamix": (
+        {"alpha_warmup": 3},
+        (
+            *COMMON,
+            {"betas": (0.8, 0.999, 0.9999)},
+            {"betas": (0.9, 0.99, 0.9999)},
+            {"betas": (0.9, 0.999, 0.99)},
+            {"eps": 1e-2},
+            {"alpha": 50.0},
+            {"alpha_warmup": None, "alpha": 60.0},
+            {"beta3_warmup": 3},
+            {"bits": 32},
+            {"second_moment": "dense"},
+            {"block_size": 64},
+        ),
+    ),
+    "muon": (
+        {},
+        (
+            *COMMON,
+            {"momentum": 0.8},
+            {"nesterov": False},
+            {"ns_coefficients": (2.0, -1.5, 0.5)},
+            {"ns_steps": 3},
+            {"eps": 1e4},
+            {"adjust_lr_fn": "original"},
+            {"ns_dtype": "float32"},
+            {"use_muon": False},
+            {"use_muon": False, "beside": "adamw"},
+            {"use_muon": False, "beside_options": {"betas": (0.8, 0.9)}},
+            {"bits": 32},
+            {"block_size": 64},
+        ),
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import daypack
-from daypack.projection import Projection, project
+from daypack.formats.low_rank import Projection, project
 
 from ..conformance.scene import assert_same, clone, noise, state_of, through_file, values
 from ..conformance.test_memory import CHUNK, LiveTemporaries

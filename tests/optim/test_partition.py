@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import Parameter
 
 import daypack
+from daypack.lab.models import build_model
 from daypack.optim.partition import form_of
-from daypack.training.models import build_model
 
 
 def rules(optimizer):

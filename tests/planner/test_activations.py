@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import daypack
+from daypack.lab.models import Transformer, model_config
 from daypack.planner.activations import ActivationPlanner, measure
 from daypack.planner.live import LiveTensors
 from daypack.planner.model import from_module, from_shapes
 from daypack.planner.transformer import TransformerShape, stand_in
-from daypack.training.models import Transformer, model_config
 
 
 def on_meta(build):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import daypack
-from daypack.training.models import Transformer, build_model, model_config
+from daypack.lab.models import Transformer, build_model, model_config
 from tests.planner import shapes
 
 #: Bytes of state per parameter, everything counted. The table in docs/memory.md shows the same numbers.

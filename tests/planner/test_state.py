@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import daypack
-from daypack.optim.base import CompressedOptimizer
+from daypack.formats.base import ComponentSpec
+from daypack.formats.dense import Dense
 from daypack.optim.registry import REGISTRY
 from daypack.planner.model import from_module, from_shapes
 from daypack.planner.parallel import Parallel
@@ -166,16 +169,6 @@ class Paged(daypack.Gefen):
         super().__init__(params, **options)
 
 
-class Projecting(daypack.Gefen):
-    """Keeps a basis beside its moments."""
-
-    def materialize_state(self):
-        super().materialize_state()
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["basis"] = torch.empty(8, p.shape[0], device="meta")
-
-
 def test_paged_state_waits_on_the_host(monkeypatch):
     monkeypatch.setitem(REGISTRY, "paged", Paged)
     params = from_shapes([(10_000, 10_000), (10_000, 10_000)]).params
@@ -185,25 +178,26 @@ def test_paged_state_waits_on_the_host(monkeypatch):
     assert (paged.offloaded, paged.device_bytes) == (resident.total_bytes, 2 * 64 * 2**20)
 
 
-def test_projection_works_on_whole_parameters_and_keeps_no_moment_of_every_element(monkeypatch):
-    monkeypatch.setitem(REGISTRY, "projecting", Projecting)
+def test_projection_works_on_whole_parameters_and_keeps_no_moment_of_every_element():
     params = from_shapes([(4096, 4096)]).params
     assert plan_state("gefen", params).keeps_both_moments
-    found = plan_state("projecting", params)
+    found = plan_state("galore", params, {"rank": 8})
     assert not found.keeps_both_moments
     assert found.temporaries == 64 * 2**20 + 8 * 4 * 4096 * 4096
     assert found.components["basis"] == 4 * 8 * 4096
 
 
 def test_state_larger_than_dense_is_noted(monkeypatch):
-    class Wasteful(daypack.Gefen):
-        def materialize_state(self):
-            super().materialize_state()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p]["projection"] = torch.empty(3, *p.shape, device="meta")
+    class Wide(Dense):
+        """Keeps each element three times."""
 
-    assert issubclass(Wasteful, CompressedOptimizer)
+        def components(self, view, dtype):
+            return (ComponentSpec("", (*view.shape, 3), torch.float32),)
+
+    class Wasteful(daypack.Gefen):
+        def plan(self, shape, dtype, group, name):
+            return replace(super().plan(shape, dtype, group, name), exp_avg=Wide())
+
     monkeypatch.setitem(REGISTRY, "wasteful", Wasteful)
     (note,) = plan_state("wasteful", from_shapes([("w", (64, 64))]).params).notes
     assert "w (64, 64)" in note

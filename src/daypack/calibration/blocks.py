@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from daypack.formats.base import CHUNK_ELEMENTS, Geometry, accumulator, block_count, blocked, chunks, read
+from daypack.geometry import CHUNK_ELEMENTS, Geometry, accumulator, block_count, blocked, chunks, read
 
 #: Every block size that the search may choose is a multiple of this many elements, the unit of the saved form.
 FINEST = 16

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from daypack.formats.base import Geometry, accumulator, blocked, chunks, read
+from daypack.geometry import Geometry, accumulator, blocked, chunks, read
 
 BINS = 4096
 LEVELS = 256

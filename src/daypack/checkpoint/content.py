@@ -12,6 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daypack.optim.registry import REGISTRY
+
+#: Where a training checkpoint, a dict with weights under ``model`` and a state_dict under ``optimizer``, has the name
+#: of the optimizer's class, such as ``"AdamW8bit"``.
+OPTIMIZER_CLASS = "optimizer_class"
+
 
 def is_safetensors(path: Path) -> bool:
     """A safetensors file begins with the length of its header, then the header, an object in JSON."""
@@ -63,6 +69,31 @@ def weights_in(content: Any) -> Mapping[str, Tensor]:
         if isinstance(held, Mapping) and held and all(isinstance(value, Tensor) for value in held.values()):
             return held
     return {}
+
+
+def class_in(content: Any) -> str | None:
+    """Return the name of the optimizer's class that a training checkpoint gives; None if it gives none."""
+    if not isinstance(content, Mapping):
+        return None
+    name = content.get(OPTIMIZER_CLASS)
+    config = content.get("config")
+    if name is None and content.get("format") == "daypack training" and isinstance(config, Mapping):
+        # Files from before the class was named have the optimizer's registered name among their options.
+        cls = REGISTRY.get(str(config.get("optimizer")))
+        name = cls and cls.__name__
+    return name if isinstance(name, str) else None
+
+
+def damage(path: Path) -> str | None:
+    """Say what is wrong with a file of ``torch.save`` by its checksums, which ``torch.load`` ignores; None: nothing."""
+    if not zipfile.is_zipfile(path):
+        return None  # torch's old format has no checksums
+    try:
+        with zipfile.ZipFile(path) as archive:
+            member = archive.testzip()
+    except zipfile.BadZipFile as error:
+        return str(error)
+    return None if member is None else f"checksum of {member} is wrong"
 
 
 def read_weights(path: Path) -> Mapping[str, Tensor]:

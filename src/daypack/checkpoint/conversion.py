@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from daypack import sharding
-from daypack.calibration.codebook import histogram
 from daypack.checkpoint import foreign, moments
-from daypack.checkpoint.moments import MEANINGS, MOMENTS, UNCOUNTED, Layout, Numbers
+from daypack.checkpoint.moments import UNCOUNTED, Numbers, Storage, StoredMoment
 from daypack.checkpoint.report import Outcome, Report
 from daypack.checkpoint.snapshot import ParamState, Snapshot, names_of
-from daypack.formats.base import geometry
-from daypack.kernels import dispatch
+from daypack.formats.base import StateFormat
+from daypack.geometry import geometry
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
-from daypack.update import ParamPlan
+from daypack.param import ParamPlan
+from daypack.rules.base import Meaning
 
 #: Steps that the moments of a parameter with new elements count for, where a second moment divides. All elements share
 #: one step: few make a zero moment nearly what a fresh optimizer starts from, and let new gradients soon outweigh the
@@ -118,8 +119,34 @@ def kept_options(old: Mapping[str, Any], source: Snapshot, name: str, options: M
         shared = key in SHARED and key in new and isinstance(value, tuple) == isinstance(new[key].default, tuple)
         extra = key not in known and key not in new and key not in ("rule", "decoupled_weight_decay")
         if (shared or extra) and key not in options:
-            kept[key] = value
+            kept[key] = _as_long_as(new[key].default, value) if shared else value
     return kept
+
+
+def _as_long_as(default: Any, value: Any) -> Any:
+    """The first of ``value``'s numbers, as many as ``default`` has, and the default's own for what is missing."""
+    if not isinstance(value, tuple):
+        return value
+    return (*value[: len(default)], *default[len(value) :])
+
+
+@dataclass(frozen=True)
+class SourceMoment:
+    """A moment of the old state.
+
+    Attributes:
+        meaning: what it stands for.
+        scale: the factor from what is stored to that mean, at the step of the state.
+        read: the moment times a factor.
+    """
+
+    meaning: Meaning
+    scale: float
+    read: Callable[[float], Numbers]
+
+    def as_scale(self, scale: float) -> Numbers:
+        """The moment as it is stored where the factor to the same mean is ``scale``."""
+        return self.read(1.0 if self.scale == scale else self.scale / scale)
 
 
 @dataclass(frozen=True)
@@ -127,7 +154,7 @@ class Source:
     """What the state of one target parameter is made from.
 
     Attributes:
-        moments: by name, as numbers of the target's shape, unbiased means of g and of g^2.
+        moments: by name, of the target's shape.
         step: steps taken.
         note: why moments are missing.
         grown: whether some elements were not in the old state.
@@ -137,7 +164,7 @@ class Source:
         options: of its group.
     """
 
-    moments: Mapping[str, Callable[[float], Numbers]]
+    moments: Mapping[str, SourceMoment]
     step: int
     note: str = ""
     grown: bool = False
@@ -156,7 +183,7 @@ class Sources:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self._layout = foreign.layouts(snapshot)
+        self._storage = foreign.storages(snapshot)
         self._options = {name: options for options, names in snapshot.groups for name in names}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Source | None:
@@ -174,20 +201,19 @@ class Sources:
 
     def read(self, name: str) -> Source:
         entry, options = self.snapshot.params[name], self._options[name]
-        found, view = self._layout(name), geometry(entry.shape)
+        found, view = self._storage(name), geometry(entry.shape)
         state = moments.load_entry(entry.state, found, view)
         step = int(state.get("step") or 0) if found.counts else UNCOUNTED
         result = {}
-        for index, moment in enumerate(MOMENTS):
-            meaning = MEANINGS.get(found.rule, (None, None))[index]
-            at = found.moments.get(moment)
-            if at is None or meaning is None or step == 0 or state.get(at.key, 0) is None:
+        for moment, at in found.moments.items():
+            if step == 0 or state.get(at.key, 0) is None:
                 continue
+            meaning = at.moment.meaning
 
-            def of(wanted: float, at: moments.Moment = at, own: float = meaning(options, step)) -> Numbers:
-                return moments.numbers(state, at, view, entry.dtype, 1.0 if own == wanted else own / wanted)
+            def read_moment(factor: float, at: StoredMoment = at) -> Numbers:
+                return moments.numbers(state, at, view, entry.dtype, factor)
 
-            result[moment] = of
+            result[moment] = SourceMoment(meaning, meaning.scale(found.rule.read(options), step), read_moment)
         return Source(result, step, found.note, plan=found.plan, state=state, options=options)
 
 
@@ -215,61 +241,69 @@ class _Filler:
     def run(self) -> None:
         if isinstance(self.target, CompressedOptimizer):
             self.target.materialize_state()
-        levels = self._codebook()
+        lessons = self._lessons()
         for name, p, group in self.params:
             source = self.find(name, tuple(p.shape), p.dtype) if p.requires_grad else None
             if source is not None:
-                self._fill(name, p, group, source, levels)
+                self._fill(name, p, group, source, lessons)
             elif p.requires_grad:
                 self.report.add(name, "state", "new", note="it has no state in the source")
 
-    def _layout(self, name: str, p: Tensor, group: dict[str, Any]) -> Layout:
-        return moments.layout(self.target, group, tuple(p.shape), p.dtype, name)
+    def _storage(self, name: str, p: Tensor, group: dict[str, Any]) -> Storage:
+        return moments.storage(self.target, group, tuple(p.shape), p.dtype, name)
 
-    def _missing(self, found: Layout, source: Source) -> str:
+    def _missing(self, found: Storage, source: Source) -> str:
         """Why a parameter must start anew; empty if it need not."""
         if found.note or source.note:
             return found.note or source.note
         if source.step == 0:
             return _UNSTEPPED
-        if "exp_avg_sq" in found.moments and "exp_avg_sq" not in source.moments:
-            return f"{self.origin} keeps no second moment to divide by, so the parameter starts anew at step 0"
+        for name, at in found.moments.items():
+            if at.moment.squares and (reason := self._unfit(name, at, source)):
+                return f"{reason}, so the parameter starts anew at step 0"
         return ""
 
-    def _wanted(self, found: Layout, group: dict[str, Any], source: Source) -> dict[str, Numbers]:
-        """The moments of a target parameter, as it means them."""
-        result = {}
-        for moment in found.moments:
-            meaning = MEANINGS.get(found.rule, (None, None))[MOMENTS.index(moment)]
-            if moment in source.moments and meaning is not None:
-                result[moment] = source.moments[moment](meaning(group, _steps(found, source)))
-        return result
+    def _unfit(self, name: str, at: StoredMoment, source: Source) -> str:
+        """Why the target's moment ``name`` cannot be made from the source; empty if it can."""
+        if name not in source.moments:
+            return f"{self.origin} keeps no {'second moment to divide by' if at.moment.squares else name}"
+        theirs, ours = source.moments[name].meaning.of, at.moment.meaning.of
+        return "" if theirs == ours else f"{name} of {self.origin} is a mean of {theirs}, not of {ours}"
 
-    def _codebook(self) -> Tensor | None:
-        """The levels that learned codebooks of the target take: one of the source, else one for the moments to come."""
-        counts, size = None, 0
+    def _wanted(self, found: Storage, group: dict[str, Any], source: Source) -> dict[str, Numbers]:
+        """The moments of a target parameter, as it means them."""
+        options, step = found.rule.read(group), _steps(found, source)
+        return {
+            name: source.moments[name].as_scale(at.moment.meaning.scale(options, step))
+            for name, at in found.moments.items()
+            if not self._unfit(name, at, source)
+        }
+
+    def _lessons(self) -> dict[str, Tensor]:
+        """What formats of the target learn together: taken from the source, else learned from the moments to come."""
+        known: dict[str, Tensor] = {}
+        teachers: dict[str, tuple[StateFormat, list[Callable[[], Tensor]]]] = {}
         for name, p, group in self.params:
-            found = self._layout(name, p, group)
-            at = found.moments.get("exp_avg")
-            if at is None or not p.requires_grad or not isinstance(self.target, CompressedOptimizer):
+            found = self._storage(name, p, group)
+            together = {key: at for key, at in found.moments.items() if at.form.lesson is not None}
+            source = self.find(name, tuple(p.shape), p.dtype) if together and p.requires_grad else None
+            if source is None or self._missing(found, source):
                 continue
-            if (self.target.state[p].get(at.key + "_codebook")) is None:
-                continue
-            source = self.find(name, tuple(p.shape), p.dtype)
-            wanted = self._wanted(found, group, source) if source and not self._missing(found, source) else {}
-            if "exp_avg" not in wanted:
-                continue
-            known = _levels_of(wanted["exp_avg"])
-            if known is not None:
-                return known
-            size = size or int(getattr(at.form, "block_size", 1))
-            part = histogram(wanted["exp_avg"].whole(), wanted["exp_avg"].view, size)
-            counts = part if counts is None else counts + part
-        return None if counts is None else dispatch.learn(counts.cpu(), size)
+            wanted = self._wanted(found, group, source)
+            for key in together.keys() & wanted.keys():
+                at, lesson = together[key], str(together[key].form.lesson)
+                learned = _learned_of(wanted[key], lesson)
+                if learned is not None:
+                    known.setdefault(lesson, learned)
+                teachers.setdefault(lesson, (at.form, []))[1].append(partial(moments.gradient_like, at, wanted[key]))
+        return {
+            lesson: known[lesson] if lesson in known else moments.learn(form, (make() for make in makers))
+            for lesson, (form, makers) in teachers.items()
+        }
 
     @torch.no_grad()
-    def _fill(self, name: str, p: Tensor, group: dict[str, Any], source: Source, levels: Tensor | None) -> None:
-        found = self._layout(name, p, group)
+    def _fill(self, name: str, p: Tensor, group: dict[str, Any], source: Source, lessons: Mapping[str, Tensor]) -> None:
+        found = self._storage(name, p, group)
         if _is_same(found, group, source):
             for key, value in source.state.items():
                 own = self.target.state[p].get(key)
@@ -285,18 +319,17 @@ class _Filler:
         wanted, state = self._wanted(found, group, source), self._state(p, found, source)
         for moment, at in found.moments.items():
             if moment not in wanted:
-                self.report.add(name, moment, "new", note=f"{self.origin} has no such moment; it starts at 0")
+                self.report.add(name, moment, "new", note=f"{self._unfit(moment, at, source)}; it starts at 0")
                 continue
-            codebook = state.get(at.key + "_codebook")
-            if codebook is not None and levels is not None and wanted[moment].any():
-                codebook.copy_(levels)
-            error = moments.write(state, at, wanted[moment], _steps(found, source))
+            learned = lessons.get(at.form.lesson or "")
+            error = moments.write(state, at, wanted[moment], _steps(found, source), learned)
             note = "elements beyond the new shape were dropped" if source.cut else ""
             self.report.add(name, moment, _outcome(wanted[moment], at, error, source), error, note)
-        for moment in source.moments.keys() - found.moments.keys():
-            self.report.add(name, moment, "dropped", note=f"{type(self.target).__name__} keeps none")
+        for moment in source.moments.keys() - wanted.keys():
+            if moment not in found.moments:
+                self.report.add(name, moment, "dropped", note=f"{type(self.target).__name__} keeps none")
 
-    def _state(self, p: Tensor, found: Layout, source: Source) -> dict[str, Any]:
+    def _state(self, p: Tensor, found: Storage, source: Source) -> dict[str, Any]:
         """The state of a parameter before its moments are written."""
         step = torch.tensor(float(_steps(found, source)), dtype=torch.float32)
         state: dict[str, Any] = self.target.state[p]
@@ -308,28 +341,29 @@ class _Filler:
         return state
 
 
-def _is_same(found: Layout, group: dict[str, Any], source: Source) -> bool:
+def _is_same(found: Storage, group: dict[str, Any], source: Source) -> bool:
     """Whether the target stores and means just what the source does."""
     if found.plan is None or found.plan != source.plan or source.step == 0:
         return False
     return moments.same_scales(found.plan, group, source.options, source.step)
 
 
-def _steps(found: Layout, source: Source) -> int:
+def _steps(found: Storage, source: Source) -> int:
     """The step that a target parameter goes on from."""
-    return min(source.step, HISTORY) if source.grown and "exp_avg_sq" in found.moments else source.step
+    divides = any(at.moment.squares for at in found.moments.values())
+    return min(source.step, HISTORY) if source.grown and divides else source.step
 
 
-def _levels_of(source: Numbers) -> Tensor | None:
-    """The learned codebook that a moment is stored with."""
-    if source.stored is None:
+def _learned_of(source: Numbers, lesson: str) -> Tensor | None:
+    """What the format that a moment is stored in has learned under ``lesson``."""
+    form, key, state = source.stored or (None, "", {})
+    if form is None or form.lesson != lesson:
         return None
-    form, key, state = source.stored
-    levels = form.learned(dict(state), key) if key + "_codebook" in state else None
-    return levels if levels is not None and bool(levels.any()) else None
+    learned = form.learned(dict(state), key)
+    return learned if learned is not None and bool(learned.any()) else None
 
 
-def _outcome(numbers: Numbers, at: moments.Moment, error: float, source: Source) -> Outcome:
+def _outcome(numbers: Numbers, at: StoredMoment, error: float, source: Source) -> Outcome:
     if source.grown:
         return "grown"
     if source.cut:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from daypack.checkpoint import header, values
-from daypack.checkpoint.header import RUN, Header, Part
+from daypack.checkpoint.atomic import write_whole
+from daypack.checkpoint.header import CHECKSUM_SPAN, Header, Part
 from daypack.checkpoint.snapshot import Snapshot, Stored
-from daypack.training.files import write_whole
 
 #: Names of dtypes in safetensors.
 _CODES = {
@@ -190,8 +190,8 @@ def _encoded(entries: Mapping[str, Any]) -> bytes:
 def _write_tensor(file: BinaryIO, part: Part) -> str:
     """Append the bytes of a tensor; returns its checksums."""
     data, crc = _bytes(part.read().cpu()), []
-    for run, start in enumerate(range(0, len(data), RUN)):
-        piece = data[start : start + RUN]
+    for run, start in enumerate(range(0, len(data), CHECKSUM_SPAN)):
+        piece = data[start : start + CHECKSUM_SPAN]
         file.write(piece)
         crc.append(f"{zlib.crc32(piece, header.seed(part.name, part.value.dtype, part.shape, run)):08x}")
     return "".join(crc)
@@ -308,7 +308,7 @@ class _File:
             raise ValueError(f"tensor {name} is not the one that was saved")
 
         def read(start: int, stop: int) -> Tensor:
-            for run in range(start * width // RUN, header.runs(stop * width) if stop > start else 0):
+            for run in range(start * width // CHECKSUM_SPAN, header.runs(stop * width) if stop > start else 0):
                 self._check(name, tensor, data, run)
             return tensor.narrow(0, start, stop - start)
 
@@ -318,7 +318,7 @@ class _File:
         if (name, run) in self._checked:
             return
         first = header.seed(name, tensor.dtype, tuple(tensor.shape), run)
-        found = f"{zlib.crc32(data[run * RUN : (run + 1) * RUN], first):08x}"
+        found = f"{zlib.crc32(data[run * CHECKSUM_SPAN : (run + 1) * CHECKSUM_SPAN], first):08x}"
         if found != self.head.crc[name][8 * run : 8 * run + 8]:
             raise _damaged(self.path, ValueError(f"the checksum of tensor {name} is wrong"))
         self._checked.add((name, run))

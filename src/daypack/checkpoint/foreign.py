@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 
 from daypack.checkpoint import file as files
 from daypack.checkpoint import libraries, moments, snapshot
-from daypack.checkpoint.content import is_safetensors, torch_load, weights_in
+from daypack.checkpoint.content import class_in, damage, is_safetensors, torch_load, weights_in
 from daypack.checkpoint.live import torch_class
-from daypack.checkpoint.moments import PLAIN, Layout
+from daypack.checkpoint.moments import PLAIN, Storage
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
-from daypack.optim.state_dict import specs_of
 
 #: Classes of bitsandbytes and torchao by a part of their names, and the class of `PLAIN` that stores the same moments.
 _FAMILIES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD", "adam": "Adam"}
@@ -41,21 +40,21 @@ def family(name: str) -> str:
     raise ValueError(f"state of {name} is not known; known are {', '.join(PLAIN)} and their 8-bit forms")
 
 
-def layouts(source: Snapshot) -> Callable[[str], Layout]:
+def storages(source: Snapshot) -> Callable[[str], Storage]:
     """How the state of each parameter of a snapshot is stored."""
     options = {name: group for group, names in source.groups for name in names}
     if source.optimizer in PLAIN:
 
-        def plain(name: str) -> Layout:
+        def plain(name: str) -> Storage:
             return PLAIN[source.optimizer]
 
         return plain
     optimizer = _empty(source.optimizer)
 
-    def ours(name: str) -> Layout:
+    def ours(name: str) -> Storage:
         entry, group = source.params[name], {**optimizer.defaults, **options[name]}
         try:
-            return moments.layout(optimizer, group, entry.shape, entry.dtype, name)
+            return moments.storage(optimizer, group, entry.shape, entry.dtype, name)
         except TypeError as error:
             raise ValueError(
                 f"an option of the group of parameter {name} is damaged ({error}); use another checkpoint"
@@ -309,10 +308,10 @@ def _shapes_of(
     """
     assert isinstance(optimizer, CompressedOptimizer)
     plan = optimizer.plan(torch.Size(entry.shape), entry.dtype, {**optimizer.defaults, **options}, name)
-    if options.get("rule", plan.rule.name) != plan.rule.name:
-        raise ValueError(f"the group of parameter {name} was updated by {options['rule']}, not by {plan.rule.name}")
-    specs = specs_of(torch.empty(entry.shape, device="meta"), plan)
-    return {"step": (), **{key: spec.shape for key, spec in specs.items()}}
+    rule = optimizer.main_rule({**optimizer.defaults, **options}).name
+    if options.get("rule", rule) != rule:
+        raise ValueError(f"the group of parameter {name} was updated by {options['rule']}, not by {rule}")
+    return {"step": (), **{key: spec.shape for key, spec in plan.specs(entry.shape, entry.dtype, saved=True).items()}}
 
 
 # -------------------------------------------------------------------- files
@@ -325,7 +324,7 @@ def read(path: Path, cls_name: str | None = None) -> Snapshot:
 
 def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot, Mapping[str, Tensor]]:
     """State in any file that is known: our safetensors (or their shards), what ``torch.save`` made of an optimizer's
-    ``state_dict()``, or a checkpoint of ``daypack train``. Nothing in it is run.
+    ``state_dict()``, or a training checkpoint (weights and such a ``state_dict()`` in a dict). Nothing in it is run.
 
     Args:
         cls_name: who saved it, for a ``state_dict()`` that leaves it open: a registered name or a family.
@@ -338,26 +337,21 @@ def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot
     """
     if not path.is_file() or is_safetensors(path):
         return _confirmed(files.read(path), cls_name, path), {}
-    from daypack.training.checkpoint import FORMAT, load_checkpoint
-
     content = torch_load(path)
-    if isinstance(content, dict) and content.get("format") == FORMAT:
-        checkpoint = load_checkpoint(path)
-        if checkpoint.optimizer is None:
-            raise ValueError(f"{path} holds no optimizer state")
-        shapes = {name: (tuple(value.shape), value.dtype) for name, value in checkpoint.model.items()}
-        cls = REGISTRY[checkpoint.config.optimizer].__name__
-        found = of_state_dict(checkpoint.optimizer, cls, shapes, named=True)
-        return _confirmed(found, cls_name, path), checkpoint.model
-    weights = weights_in(content)
+    weights, cls = weights_in(content), class_in(content)
+    if cls and (fault := damage(path)):
+        raise ValueError(f"damaged checkpoint {path}: {fault}; use another checkpoint")
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if isinstance(content, dict) and "param_groups" not in content and isinstance(content.get(key), dict):
             content = content[key]
     if isinstance(content, dict) and content and all(str(k).startswith(("state.", "param_groups.")) for k in content):
         content = _nested(content)
+    if cls and "param_groups" not in content:
+        raise ValueError(f"{path} holds no optimizer state")
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
     packed = content if isinstance(content, dict) else {}
-    return of_state_dict(packed, cls_name and _class(cls_name), shapes, named=True, source=str(path)), weights
+    found = of_state_dict(packed, cls or (cls_name and _class(cls_name)), shapes, named=True, source=str(path))
+    return (_confirmed(found, cls_name, path) if cls else found), weights
 
 
 def _confirmed(found: Snapshot, name: str | None, path: Path) -> Snapshot:

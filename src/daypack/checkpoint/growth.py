@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack.checkpoint import foreign
-from daypack.checkpoint.conversion import Source, Sources, fill, require_whole
+from daypack.checkpoint.conversion import Source, SourceMoment, Sources, fill, require_whole
 from daypack.checkpoint.moments import Numbers, of_dense
 from daypack.checkpoint.report import Report
 from daypack.checkpoint.snapshot import Snapshot, names_of
@@ -138,16 +138,15 @@ class _Matcher:
             return Source({}, 0, f"it has another number of dims than {old} had")
         source = self.sources.read(old)
 
-        def grown(moment: str) -> Any:
-            def of(wanted: float) -> Numbers:
-                whole = source.moments[moment](wanted).whole()
-                return of_dense(grow(whole, shape, heads))
+        def grown(moment: SourceMoment) -> SourceMoment:
+            def read(factor: float) -> Numbers:
+                return of_dense(grow(moment.read(factor).whole(), shape, heads))
 
-            return of
+            return replace(moment, read=read)
 
         sizes = list(zip(*_divided(entry.shape, shape, heads), strict=True))
         more, fewer = (any(now > before for before, now in sizes), any(now < before for before, now in sizes))
-        found = {moment: grown(moment) for moment in source.moments}
+        found = {name: grown(moment) for name, moment in source.moments.items()}
         return Source(found, source.step, source.note, grown=more, cut=fewer)
 
 

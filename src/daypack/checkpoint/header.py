@@ -21,7 +21,7 @@ VERSION = 1
 #: Keys of the safetensors metadata: the header, and the CRC-32 of its text.
 HEADER, CHECKSUM = "daypack", "crc32"
 #: Bytes of a stored tensor under one checksum: some rows can be read and checked without the rest.
-RUN = 1 << 22
+CHECKSUM_SPAN = 1 << 22
 #: Tensors of at most this many bytes that are equal (codebooks) are stored once, where they are whole on every rank.
 SHARED_BYTES = 4096
 
@@ -83,7 +83,7 @@ class Header:
 
 def runs(nbytes: int) -> int:
     """Checksums of a tensor of so many bytes."""
-    return ceil(nbytes / RUN)
+    return ceil(nbytes / CHECKSUM_SPAN)
 
 
 def seed(name: str, dtype: torch.dtype, shape: tuple[int, ...], run: int) -> int:

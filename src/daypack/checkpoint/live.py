@@ -14,13 +14,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from daypack import sharding
 from daypack.checkpoint import file as files
+from daypack.checkpoint.atomic import write_whole
 from daypack.checkpoint.header import Malformed
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, names_of, take
 from daypack.formats.base import ComponentSpec
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import plain_name
 from daypack.optim.state_dict import _match, _step
-from daypack.training.files import write_whole
 
 _T = TypeVar("_T")
 

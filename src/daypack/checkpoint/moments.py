@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
@@ -11,116 +11,89 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from daypack.calibration.blocks import find_block_size
 from daypack.checkpoint.live import torch_class
 from daypack.checkpoint.snapshot import Stored, Value
-from daypack.formats.base import Chunk, Geometry, StateFormat, accumulator, chunks, geometry, write_
-from daypack.formats.block_mean import BlockMean
+from daypack.formats.base import StateFormat
 from daypack.formats.dense import Dense
+from daypack.geometry import Chunk, Geometry, accumulator, chunks, geometry, write_
+from daypack.kernels import dispatch
 from daypack.optim.base import CompressedOptimizer
-from daypack.update import ParamPlan
+from daypack.param import ParamPlan
+from daypack.rules.adamw import ADAM, ADAMW
+from daypack.rules.base import Moment, Options, Rule
+from daypack.rules.lion import LION
+from daypack.rules.sgd import SGD
 
-#: Names of the two moments, as `daypack.update.ParamPlan` has them.
-MOMENTS = ("exp_avg", "exp_avg_sq")
 #: What a parameter's steps are taken for where its optimizer (torch's SGD) does not count them: past any warm-up.
 UNCOUNTED = 10_000
 
-Options = Mapping[str, Any]
-#: (options of the group, steps) -> factor from what is stored to the mean of g or of g^2 that it stands for.
-Scale = Callable[[Options, int], float]
-
-
-def _corrected(which: int) -> Scale:
-    """A moving average from 0 with decay ``betas[which]``."""
-    return lambda options, step: 1 / (1 - float(options["betas"][which]) ** step)
-
-
-def _summed(options: Options, step: int) -> float:
-    """Momentum that adds gradients up: ``m = mu m + (1 - dampening) g``."""
-    momentum = float(options["momentum"])
-    return (1 - momentum) / ((1 - momentum**step) * (1 - float(options["dampening"]) or 1.0))
-
-
-def _plain(options: Options, step: int) -> float:
-    """An average that is not biased towards 0."""
-    return 1.0
-
-
-#: What each rule's moments stand for. None: not kept, or something else than a mean of g or of g^2 (Adafactor averages
-#: directions). State is carried from rule to rule so that these means stay what they are.
-MEANINGS: dict[str, tuple[Scale | None, Scale | None]] = {
-    "adamw": (_corrected(0), _corrected(1)),
-    "adam": (_corrected(0), _corrected(1)),
-    "lamb": (_corrected(0), _corrected(1)),
-    "lion": (_corrected(1), None),
-    "sgd": (_summed, None),
-    "adafactor": (None, _plain),
-}
-
 
 @dataclass(frozen=True)
-class Moment:
-    """How a moment is stored: its format, and the beginning of its keys in the state."""
+class StoredMoment:
+    """A moment and how it is stored: its format, and the beginning of its keys in the state."""
 
+    moment: Moment
     form: StateFormat
     key: str
 
 
 @dataclass(frozen=True)
-class Layout:
+class Storage:
     """How the state of one parameter is stored.
 
     Attributes:
-        rule: name of the update rule.
+        rule: the update rule.
         moments: by name; only those that are kept.
         note: why moments that are kept cannot be carried; empty if they can.
         counts: whether steps are counted.
         plan: of daypack's optimizers; state of equal plans is the same.
     """
 
-    rule: str
-    moments: Mapping[str, Moment]
+    rule: Rule
+    moments: Mapping[str, StoredMoment]
     note: str = ""
     counts: bool = True
     plan: ParamPlan | None = None
 
 
-def dense(rule: str, counts: bool = True, **keys: str) -> Layout:
+def dense(rule: Rule, counts: bool = True, **keys: str) -> Storage:
     """State as torch keeps it: each moment one tensor of the parameter's shape."""
-    return Layout(rule, {moment: Moment(Dense(), key) for moment, key in keys.items()}, counts=counts)
+    moments = {name: StoredMoment(rule.moment(name), Dense(), key) for name, key in keys.items()}
+    return Storage(rule, moments, counts=counts)
 
 
 #: State that is stored as torch stores it, by class.
 PLAIN = {
-    "AdamW": dense("adamw", exp_avg="exp_avg", exp_avg_sq="exp_avg_sq"),
-    "Adam": dense("adam", exp_avg="exp_avg", exp_avg_sq="exp_avg_sq"),
-    "SGD": dense("sgd", counts=False, exp_avg="momentum_buffer"),
-    "Lion": dense("lion", exp_avg="exp_avg"),
+    "AdamW": dense(ADAMW, exp_avg="exp_avg", exp_avg_sq="exp_avg_sq"),
+    "Adam": dense(ADAM, exp_avg="exp_avg", exp_avg_sq="exp_avg_sq"),
+    "SGD": dense(SGD, counts=False, exp_avg="momentum_buffer"),
+    "Lion": dense(LION, exp_avg="exp_avg"),
 }
 
 
-def layout(optimizer: Optimizer, group: Options, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Layout:
+def storage(optimizer: Optimizer, group: Options, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Storage:
     """How ``optimizer`` stores the state of a parameter."""
     if not isinstance(optimizer, CompressedOptimizer):
         found = PLAIN[torch_class(optimizer).__name__]
-        return found if group.get("momentum", 1) else Layout(found.rule, {}, counts=False)
+        return found if group.get("momentum", 1) else Storage(found.rule, {}, counts=False)
     plan = optimizer.plan(torch.Size(shape), dtype, dict(group), name)
-    if plan.projection is not None:
-        return Layout(plan.rule.name, {}, "its moments belong to a low-rank projection", plan=plan)
-    return Layout(plan.rule.name, {moment: Moment(form, moment) for moment, form in plan.moments}, plan=plan)
+    note = "its moments belong to a low-rank projection" if plan.projection else ""
+    kept = {} if plan.projection else {m.name: StoredMoment(m, form, m.name) for m, form in plan.kept}
+    return Storage(plan.rule, kept, note, plan=plan)
 
 
-def load_entry(entry: Mapping[str, Value], layout: Layout, view: Geometry) -> dict[str, Any]:
+def load_entry(entry: Mapping[str, Value], found: Storage, view: Geometry) -> dict[str, Any]:
     """The saved state of one parameter, read, in the shapes that formats work on."""
     state = {key: value.whole() if isinstance(value, Stored) else value for key, value in entry.items()}
-    for moment in layout.moments.values():
+    for moment in found.moments.values():
         moment.form.load_(state, moment.key, view)
     return state
 
 
 def same_scales(plan: ParamPlan, ours: Options, theirs: Options, step: int) -> bool:
     """Whether a rule means the same by its moments under the options of two groups."""
-    scales = [scale for scale in MEANINGS.get(plan.rule.name, ()) if scale is not None]
+    ours, theirs = plan.rule.read(ours), plan.rule.read(theirs)
+    scales = [moment.meaning.scale for moment, _ in plan.kept]
     return all(scale(ours, step) == scale(theirs, step) for scale in scales)
 
 
@@ -157,7 +130,9 @@ class Numbers:
         return result
 
 
-def numbers(state: Mapping[str, Any], moment: Moment, view: Geometry, dtype: torch.dtype, scale: float) -> Numbers:
+def numbers(
+    state: Mapping[str, Any], moment: StoredMoment, view: Geometry, dtype: torch.dtype, scale: float
+) -> Numbers:
     """A stored moment, times ``scale``."""
     decoder = moment.form.decoder(dict(state), moment.key, view)
     real = accumulator(dtype)
@@ -176,19 +151,38 @@ def numbers(state: Mapping[str, Any], moment: Moment, view: Geometry, dtype: tor
 
 def of_dense(tensor: Tensor) -> Numbers:
     """A tensor of the parameter's shape."""
-    view = geometry(tuple(tensor.shape))
-    return numbers({"x": tensor}, Moment(Dense(), "x"), view, tensor.dtype, 1.0)
+    view, state = geometry(tuple(tensor.shape)), {"x": tensor}
+    decode, real = Dense().decoder(state, "x", view), accumulator(tensor.dtype)
+    return Numbers(view, lambda chunk: decode(chunk).to(real), stored=(Dense(), "x", state))
 
 
-def prepare_(state: MutableMapping[str, Any], moment: Moment, source: Numbers) -> None:
-    """Find what a format finds from first gradients: here from the root of the second moment that it will hold."""
-    if isinstance(moment.form, BlockMean) and source.any():
-        size = find_block_size(source.whole().sqrt_(), source.view)
-        moment.form.resize_(state, moment.key, source.view, size)
+def gradient_like(moment: StoredMoment, source: Numbers) -> Tensor:
+    """What formats learn from, in place of a first gradient: the moment, or the root of a mean of squares."""
+    return source.whole().sqrt_() if moment.moment.squares else source.whole()
 
 
-def write(state: MutableMapping[str, Any], moment: Moment, source: Numbers, step: int) -> float:
-    """Store a moment in ``state``; returns the error of what is stored relative to ``source`` (2-norms)."""
+def learn(form: StateFormat, gradients: Iterable[Tensor]) -> Tensor:
+    """What a format learns from ``gradients`` (see `gradient_like`), together."""
+    total = None
+    for x in gradients:
+        view, tools = geometry(tuple(x.shape)), dispatch.tools(x)
+        part = form.gather(x, view, tools).cpu()
+        total = part if total is None else total + part
+    assert total is not None  # asked only where there are some
+    return form.solve(total, view, tools)
+
+
+def write(
+    state: MutableMapping[str, Any], moment: StoredMoment, source: Numbers, step: int, found: Tensor | None = None
+) -> float:
+    """Store a moment in ``state``.
+
+    Args:
+        found: what its format has learned together with others; it learns by itself what it learns alone.
+
+    Returns:
+        The error of what is stored relative to ``source`` (2-norms).
+    """
     form, key, view = moment.form, moment.key, source.view
     if source.stored and source.stored[0] == form:
         _, theirs, saved = source.stored
@@ -197,7 +191,10 @@ def write(state: MutableMapping[str, Any], moment: Moment, source: Numbers, step
             # A new tensor: what is found from data (blocks of a second moment) has a shape of its own.
             state[key + suffix] = saved[theirs + suffix].to(own.device, own.dtype, copy=True)
         return _error(state, moment, source)
-    prepare_(state, moment, source)
+    if form.learned(state, key) is not None and source.any():
+        if found is None:
+            found = learn(form, [gradient_like(moment, source)])
+        form.calibrate_(state, key, view, found)
     like = _like(state, moment, view)
     if form.statistics:
         sums = form.sums(state, key, view, like)
@@ -211,18 +208,18 @@ def write(state: MutableMapping[str, Any], moment: Moment, source: Numbers, step
     return _error(state, moment, source)
 
 
-def _suffixes(moment: Moment, view: Geometry) -> list[str]:
+def _suffixes(moment: StoredMoment, view: Geometry) -> list[str]:
     return [spec.suffix for spec in moment.form.components(view, torch.float32)]
 
 
-def _like(state: Mapping[str, Any], moment: Moment, view: Geometry) -> Tensor:
+def _like(state: Mapping[str, Any], moment: StoredMoment, view: Geometry) -> Tensor:
     """A 0-dim tensor on the device of a moment's state, in the dtype that it is computed in."""
     tensors = [state[moment.key + suffix] for suffix in _suffixes(moment, view)]
     stored = next(t for t in tensors if t.is_floating_point())
     return torch.zeros((), dtype=accumulator(stored.dtype), device=stored.device)
 
 
-def _error(state: Mapping[str, Any], moment: Moment, source: Numbers) -> float:
+def _error(state: Mapping[str, Any], moment: StoredMoment, source: Numbers) -> float:
     read = numbers(state, moment, source.view, _like(state, moment, source.view).dtype, 1.0).read
     off = size = 0.0
     for chunk in source.chunks(moment.form.align(source.view)):

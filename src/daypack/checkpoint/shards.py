@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from daypack.checkpoint import file as files
+from daypack.checkpoint.atomic import write_whole
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored
-from daypack.training.files import write_whole
 
 
 def consolidate(shards: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:

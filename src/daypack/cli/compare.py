@@ -5,44 +5,76 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
+import daypack
 from daypack.cli import INTERRUPTED, TERMINATED, Interrupted
 from daypack.cli.lr import parse_lr
+from daypack.cli.options import default_of, with_options
 from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import Terminated, terminated
-from daypack.reports.folder import RecordWriter, has_records, require_free, run_folder, staged, write_report
-from daypack.reports.page import Provenance
-from daypack.reports.table import comparison_table
-from daypack.reports.verdict import caveat, headline
-from daypack.training import Record, RunResult, Task, TrainConfig, compare, grid, load_task, summarise
-from daypack.training.config import with_threads
-from daypack.training.environment import versions
-from daypack.training.parallel import only_first, processes
+from daypack.lab import Record, RunResult, Task, TrainConfig, grid, load_task, summarise
+from daypack.lab import compare as run_all
+from daypack.lab.config import with_threads
+from daypack.lab.environment import versions
+from daypack.lab.folder import RecordWriter, has_records, require_free, run_folder, staged, write_report
+from daypack.lab.options import COMPARE
+from daypack.lab.page import Provenance
+from daypack.lab.parallel import only_first, processes
+from daypack.lab.table import comparison_table
+from daypack.lab.verdict import caveat, headline
+
+OUT = Path("runs")  # the folder that new runs go below
 
 
 def command_line() -> str:
-    """The command as it can be typed again."""
+    """Return the command as it can be typed again."""
     return shlex.join(["daypack", *sys.argv[1:]])
 
 
 def provenance(name: str, task: Task, threads: int | None) -> Provenance:
-    """How to get the result of this process again."""
+    """Say how to get the result of this process again."""
     return Provenance(name, command_line(), task.source, task.fingerprint, versions(threads))
 
 
 def config_of(given: Mapping[str, Any]) -> TrainConfig:
-    """The config of a new run; options that are None keep their defaults."""
+    """Build the config of a new run; options that are None keep their defaults."""
     return with_threads(TrainConfig(**{key: value for key, value in given.items() if value is not None}))
 
 
-def run(given: Mapping[str, Any], *, optimizers: str, seeds: int, lr: str | None, out: Path, name: str) -> int:
-    """Compare, print, and write the report; returns the exit code. Of several ranks the first one prints and writes."""
+@with_options(COMPARE)
+def compare(
+    *,
+    optimizers: Annotated[
+        str,
+        typer.Option(help=f"Comma-separated names; the first is the baseline. Known: {', '.join(daypack.names())}."),
+    ] = "adamw,gefen",
+    seeds: Annotated[int, typer.Option(help="Runs per optimizer; more than one gives standard errors.")] = 1,
+    lr: Annotated[
+        str | None,
+        typer.Option(
+            help="Peak learning rate: one, or one each as in adamw=2e-3,sgd=0.1.", show_default=default_of("lr")
+        ),
+    ] = None,
+    given: Mapping[str, Any],
+    out: Annotated[Path, typer.Option(help="Folder that results go below.")] = OUT,
+    name: Annotated[str, typer.Option(help="Folder of this comparison below --out.")] = "compare",
+) -> int:
+    """Train one model with several optimizers, from the same start on the same batches, and compare them.
+
+    Shows loss and accuracy on held-out data, measured bytes of optimizer state per parameter, time per optimizer step
+    and wall time. Writes report.html, loss.png, metrics.jsonl and config.json to OUT/NAME once all runs are done; an
+    earlier comparison of that name is replaced then, anything else there is refused. Progress goes to stderr, the
+    result to stdout.
+
+    Example: daypack compare --optimizers adamw,gefen --seeds 3 --model tiny, or with --task images
+    """
     base = config_of(given)
     with (
-        processes(base.parallel, base.device) as ranks,
+        processes(base.parallel, base.device) as ranks,  # of several the first one prints and writes
         only_first(ranks, out) as out,
     ):
         progress = progress_console(quiet=not ranks.first)
@@ -83,4 +115,4 @@ def _train(configs: list[TrainConfig], task: Task, stage: Path, progress: Consol
             writer.write(config, record)
             display.show(config, record)
 
-        return compare(configs, task, on_record)
+        return run_all(configs, task, on_record)

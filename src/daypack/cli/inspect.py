@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from daypack.checkpoint.atomic import write_text_whole
 from daypack.cli.progress import make_console
 from daypack.cli.state import From
 from daypack.inspection import StateDiff, StateInspection, diff_states, inspect_state
-from daypack.reports.inspection import (
+from daypack.inspection.table import (
     SORTS,
     diff_table,
     inspection_table,
@@ -18,7 +19,6 @@ from daypack.reports.inspection import (
     totals_table,
     warning_lines,
 )
-from daypack.training.files import write_text_whole
 
 DIFFERENT = 1  # exit code of `daypack diff` where the states differ, as diff has it
 #: Columns of a table that no terminal shows, so that nothing in it is cut or broken.
@@ -63,7 +63,7 @@ def inspect(
         _require_page(html)
     found = inspect_state(checkpoint, weights, match or (), source, pictures=html is not None)
     if html is not None:
-        from daypack.reports.inspection_page import render_inspection
+        from daypack.inspection.page import render_inspection
 
         write_text_whole(html, render_inspection(found))
     if as_json:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def parse_lr(text: str | None, optimizers: Sequence[str], default: float) -> dict[str, float]:
-    """The learning rate of each optimizer.
+    """Read the learning rate of each optimizer.
 
     Args:
         text: one number, or `name=number` for each optimizer, separated by commas; None for the default.

@@ -7,16 +7,17 @@ from typing import Annotated
 import typer
 
 import daypack
+from daypack.checkpoint.atomic import write_whole
 from daypack.cli.progress import make_console
 from daypack.planner.devices import GPUS
+from daypack.planner.figures import save_bars
 from daypack.planner.lora import ALL_LINEAR
 from daypack.planner.memory import SEQUENCE, plan_memory
 from daypack.planner.parallel import KINDS
 from daypack.planner.result import MemoryPlan
 from daypack.planner.sources import from_count, load_model
+from daypack.planner.table import memory_table
 from daypack.planner.units import DTYPES, parse_bytes, parse_dtype
-from daypack.reports.memory import memory_table, save_bars
-from daypack.training.files import write_whole
 
 _DTYPES = ", ".join(DTYPES)
 

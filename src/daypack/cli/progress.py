@@ -15,8 +15,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from daypack.training.config import TrainConfig
-from daypack.training.loop import Record
+from daypack.lab.config import TrainConfig
+from daypack.lab.loop import Record
 
 
 class PipeConsole(Console):
@@ -27,12 +27,12 @@ class PipeConsole(Console):
 
 
 def make_console(width: int = 100) -> Console:
-    """A console for results, on stdout: colours on a terminal, plain text of ``width`` columns otherwise."""
+    """Make a console for results, on stdout: colours on a terminal, plain text of ``width`` columns otherwise."""
     return _console(sys.stdout, width=width)
 
 
 def progress_console(quiet: bool = False) -> Console:
-    """A console for progress, on stderr: a live display on a terminal, plain lines otherwise. ``quiet``: none."""
+    """Make a console for progress, on stderr: live on a terminal, plain lines otherwise. ``quiet``: none."""
     return _console(sys.stderr, width=100, quiet=quiet)
 
 

@@ -17,8 +17,8 @@ from daypack.checkpoint.report import Report
 from daypack.checkpoint.shards import consolidate as join_shards
 from daypack.checkpoint.shards import split as split_file
 from daypack.checkpoint.snapshot import ParamState, Snapshot
+from daypack.lab import build_model, model_config, presets
 from daypack.optim.registry import REGISTRY
-from daypack.training import build_model, model_config, presets
 
 From = Annotated[
     str | None,

@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from torch.optim import Optimizer
 
-from daypack.cli.compare import config_of, provenance
+from daypack.cli.compare import OUT, config_of, provenance
+from daypack.cli.options import with_options
 from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import StopRequest
-from daypack.reports.folder import (
+from daypack.lab import Job, Record, TrainConfig, summarise
+from daypack.lab import checkpoint as checkpoints
+from daypack.lab.folder import (
     RecordWriter,
     require_free,
     require_resumable,
@@ -24,17 +28,14 @@ from daypack.reports.folder import (
     write_config,
     write_report,
 )
-from daypack.reports.table import comparison_table
-from daypack.training import Job, Record, TrainConfig, summarise
-from daypack.training import checkpoint as checkpoints
-from daypack.training.loop import finish, thread_count
-from daypack.training.parallel import only_first, processes
+from daypack.lab.loop import finish, thread_count
+from daypack.lab.options import TRAIN, flag, option_of
+from daypack.lab.parallel import only_first, processes
+from daypack.lab.table import comparison_table
 
 CHECKPOINT = "checkpoint.pt"
-OUT = Path("runs")  # the folder that new runs go below
 DIVERGED = 1  # exit code of a run whose loss ended on something that is not finite
-# What may differ from the checkpoint: where and how long something runs, not what is computed.
-MAY_DIFFER = ("data", "device", "threads", "eval_every", "parallel")
+MAY_DIFFER = tuple(entry.name for entry in fields(TrainConfig) if option_of(entry).may_differ)
 
 
 @dataclass(frozen=True)
@@ -50,28 +51,60 @@ class Every:
                 raise ValueError(f"{option} must be at least 1, got {value}")
 
 
-def run(given: Mapping[str, Any], *, out: Path | None, name: str | None, resumed: Path | None, every: Every) -> int:
-    """Begin a run, or go on with one; returns the exit code. Of several ranks the first one prints and writes."""
+@with_options(TRAIN)
+def train(
+    *,
+    given: Mapping[str, Any],
+    out: Annotated[Path | None, typer.Option(help="Folder that results go below.", show_default=str(OUT))] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Folder of this run below --out.", show_default="the optimizer")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    monitor: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between readings of the optimizer (state, updates, codes, time), which go to monitor.jsonl.",
+            show_default="none",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on from a run's folder or its checkpoint.pt, bit for bit. The checkpoint has all settings; only "
+            f"{', '.join(map(flag, MAY_DIFFER))} may differ (--data if the same text has moved); --parallel, "
+            "--checkpoint-every and --monitor are to be given again, --out and --name left out."
+        ),
+    ] = None,
+) -> int:
+    """Train one model with one optimizer, with checkpoints.
+
+    Writes checkpoint.pt, metrics.jsonl, and at the end report.html and loss.png, to OUT/NAME, which must be new. Ctrl-C
+    (or SIGTERM) finishes the step, saves, and exits with code 130 (143); --resume goes on from there. A run that
+    diverges exits with code 1. Progress goes to stderr, the result to stdout.
+
+    Example: daypack train --optimizer gefen --steps 2000, later: daypack train --resume runs/gefen
+    """
+    every = Every(checkpoint_every, monitor)
     for option, value in (("--out", out), ("--name", name)):
-        if resumed is not None and value is not None:
+        if resume is not None and value is not None:
             raise ValueError(
-                f"{option} {value} has no meaning with --resume {resumed}, which goes on in its own folder; "
+                f"{option} {value} has no meaning with --resume {resume}, which goes on in its own folder; "
                 f"leave {option} out"
             )
     given = {**given, "parallel": given.get("parallel") or "none"}
-    if resumed is None:
+    if resume is None:
         config_of(given)  # what is wrong with it alone is said before anything is set up
-    with processes(given["parallel"], given.get("device") or "cpu") as ranks:
-        if resumed is None:
+    with processes(given["parallel"], given.get("device") or "cpu") as ranks:  # of several the first prints and writes
+        if resume is None:
             with only_first(ranks, out or OUT) as out:
-                return start(given, out=out, name=name, every=every)
-        path = resumed / CHECKPOINT if resumed.is_dir() else resumed
+                return begin(given, out=out, name=name, every=every)
+        path = resume / CHECKPOINT if resume.is_dir() else resume
         with only_first(ranks, path.parent) as folder:
-            return resume(given, path=path, folder=folder, every=every)
+            return go_on(given, path=path, folder=folder, every=every)
 
 
-def start(given: Mapping[str, Any], *, out: Path, name: str | None, every: Every) -> int:
-    """Begin a run in a new folder; returns the exit code."""
+def begin(given: Mapping[str, Any], *, out: Path, name: str | None, every: Every) -> int:
+    """Begin a run in a new folder, and return the exit code."""
     config = config_of(given)
     folder = run_folder(out, name or config.optimizer)
     require_free(folder, "train")
@@ -79,11 +112,11 @@ def start(given: Mapping[str, Any], *, out: Path, name: str | None, every: Every
         job = Job(config)
         folder.mkdir(parents=True, exist_ok=True)
         write_config(folder, "train", provenance(folder.name, job.task, config.threads), [{"config": config.to_dict()}])
-        return _go_on(job, folder / CHECKPOINT, [], every)
+        return _train(job, folder / CHECKPOINT, [], every)
 
 
-def resume(given: Mapping[str, Any], *, path: Path, folder: Path, every: Every) -> int:
-    """Go on with the run in ``path``, writing to ``folder``; returns the exit code."""
+def go_on(given: Mapping[str, Any], *, path: Path, folder: Path, every: Every) -> int:
+    """Go on with the run in ``path``, writing to ``folder``, and return the exit code."""
     checkpoint = checkpoints.load_checkpoint(path)
     require_resumable(folder)
     config = _merge(checkpoint, given)
@@ -94,11 +127,11 @@ def resume(given: Mapping[str, Any], *, path: Path, folder: Path, every: Every) 
         print(f"daypack: warning: {warning.message}", file=sys.stderr)
     with thread_count(config.threads):
         records = rewind_records(folder, job.step)
-        return _go_on(job, folder / path.name, records, every)
+        return _train(job, folder / path.name, records, every)
 
 
 def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
-    """The checkpoint's config with the options that may differ.
+    """Put the options that may differ into the checkpoint's config.
 
     Raises:
         ValueError: an option contradicts the checkpoint.
@@ -106,7 +139,7 @@ def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> Trai
     for entry in fields(TrainConfig):
         value, saved = given.get(entry.name), getattr(checkpoint.config, entry.name)
         if value is not None and value != saved and entry.name not in MAY_DIFFER:
-            option = "--" + entry.name.replace("_", "-")
+            option = flag(entry.name)
             raise ValueError(
                 f"{option} {value} does not match {checkpoint.path}, which was trained with {option} {saved}; "
                 "leave the option out, or start a new run with --name"
@@ -114,8 +147,8 @@ def _merge(checkpoint: checkpoints.Checkpoint, given: Mapping[str, Any]) -> Trai
     return replace(checkpoint.config, **{key: given[key] for key in MAY_DIFFER if given.get(key) is not None})
 
 
-def _go_on(job: Job, path: Path, records: list[Record], every: Every) -> int:
-    """Train to the end or to a signal, saving to `path`; returns the exit code."""
+def _train(job: Job, path: Path, records: list[Record], every: Every) -> int:
+    """Train to the end or to a signal, saving to `path`, and return the exit code."""
     console, folder, config = make_console(), path.parent, job.config
     progress = progress_console(quiet=not job.ranks.first)
     if job.step:
@@ -160,7 +193,7 @@ def _go_on(job: Job, path: Path, records: list[Record], every: Every) -> int:
 
 
 def _divergence(optimizer: Optimizer, steps: int, loss: float) -> str | None:
-    """What was not finite: the loss, or the gradients of every parameter at most steps; None if the run went well."""
+    """Say what was not finite: the loss, or every gradient of most steps; None if the run went well."""
     if not math.isfinite(loss):
         return "its loss is"
     skipped = getattr(optimizer, "skipped", {})

@@ -1,22 +1,20 @@
-"""What all stored forms of a moment share: the geometry of a parameter, its chunks, and the format protocol."""
+"""What all stored forms of a moment share: the tensors they consist of, and the format protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from math import ceil, prod
+from functools import partial
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-#: Elements that one pass touches at a time. It bounds the temporary memory of a step (about eight fp32 buffers of this
-#: size, 16 MiB) whatever the size of the parameter, and keeps those buffers within a CPU's last-level cache.
-CHUNK_ELEMENTS = 1 << 19
+from daypack.calibration.tools import Tools
+from daypack.geometry import Chunk, Geometry
 
 State = MutableMapping[str, Any]
-Chunk = tuple[slice, slice, slice]
 
 
 @dataclass(frozen=True)
@@ -46,151 +44,28 @@ class ComponentSpec:
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """A parameter, or one rank's shard of it along dim 0, seen as ``matrices`` matrices of ``rows x cols``.
+class Codes:
+    """A moment as codes, for looking at: ``levels[code] * scale``.
 
     Attributes:
-        shape: the shape of what is here.
-        batched: True where the leading dims ``shape[:-2]`` count separate matrices (experts), False where everything
-            behind dim 0 is one row (linear and convolution weights). Decided by the whole parameter.
-        whole: the whole parameter's shape.
-        start: where in dim 0 of the whole parameter this shard begins.
+        view: rows within which blocks are counted.
+        read: codes ``[b, r, c]`` and scales ``[b, r, blocks]`` under a chunk.
+        levels: what codes stand for, rising.
+        block_size: elements per scale; the last block of a row may be shorter.
+        dithered: whether values were rounded up or down in turn instead of to the nearest level.
     """
 
-    shape: tuple[int, ...]
-    batched: bool
-    whole: tuple[int, ...]
-    start: int = 0
+    view: Geometry
+    read: Callable[[Chunk], tuple[Tensor, Tensor]]
+    levels: Tensor
+    block_size: int
+    dithered: bool
 
-    def shard(self, shape: tuple[int, ...], start: int) -> Geometry:
-        """The part of ``shape`` that begins at ``start`` of dim 0."""
-        return Geometry(shape, self.batched, self.whole, start)
-
-    @property
-    def sharded(self) -> bool:
-        return self.shape != self.whole
-
-    @property
-    def origin(self) -> int:
-        """Place of the first element in the whole parameter."""
-        return self.start * prod(self.whole[1:])
-
-    @property
-    def whole_rows(self) -> int:
-        """Rows of a matrix on all ranks together."""
-        return self.rows if self.batched or len(self.whole) < 2 else self.whole[0]
-
-    @property
-    def matrices(self) -> int:
-        return prod(self.shape[:-2]) if self.batched else 1
-
-    @property
-    def rows(self) -> int:
-        return self.shape[-2] if self.batched else (self.shape[0] if len(self.shape) > 1 else 1)
-
-    @property
-    def cols(self) -> int:
-        return self.shape[-1] if self.batched else prod(self.shape[1:] if len(self.shape) > 1 else self.shape)
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Shape of a per-row tensor: it keeps the parameter's leading dims, so a shard of dim 0 is a shard of it."""
-        return self.shape[:-1] if self.batched else self.shape[:1] if len(self.shape) > 1 else ()
-
-    @property
-    def col_shape(self) -> tuple[int, ...]:
-        """Shape of a per-column tensor."""
-        return (*self.shape[:-2], self.cols) if self.batched else (self.cols,)
-
-    @property
-    def view3(self) -> tuple[int, int, int]:
-        return self.matrices, self.rows, self.cols
-
-
-@lru_cache(maxsize=4096)
-def geometry(shape: tuple[int, ...]) -> Geometry:
-    """The matrix view of ``shape`` that stores fewer row and column factors; ``[d0, rest]`` where they tie."""
-    flat, batched = Geometry(shape, False, shape), Geometry(shape, True, shape)
-    if len(shape) < 3 or 0 in shape:
-        return flat
-
-    def factors(view: Geometry) -> int:
-        return prod(view.row_shape) + prod(view.col_shape)
-
-    return batched if factors(batched) < factors(flat) else flat
-
-
-def chunks(view: Geometry, align: int = 1) -> Iterator[Chunk]:
-    """Cover the ``[matrices, rows, cols]`` view in pieces of at most `CHUNK_ELEMENTS` elements (or one ``align``).
-
-    Args:
-        align: pieces of a row start at multiples of this many columns, so that no block is cut.
-    """
-    matrices, rows, cols = view.view3
-    if matrices * rows * cols == 0:
-        return
-    every = slice(None)
-    if rows * cols <= CHUNK_ELEMENTS:
-        many = CHUNK_ELEMENTS // (rows * cols)
-        for b in range(0, matrices, many):
-            yield slice(b, min(b + many, matrices)), every, every
-    elif cols <= CHUNK_ELEMENTS:
-        many = CHUNK_ELEMENTS // cols
-        for b in range(matrices):
-            for r in range(0, rows, many):
-                yield slice(b, b + 1), slice(r, min(r + many, rows)), every
-    else:
-        wide = max(align, CHUNK_ELEMENTS // align * align)
-        for b in range(matrices):
-            for r in range(rows):
-                for c in range(0, cols, wide):
-                    yield slice(b, b + 1), slice(r, r + 1), slice(c, min(c + wide, cols))
-
-
-def read(tensor: Tensor, view: Geometry, chunk: Chunk) -> Tensor:
-    """The part of ``tensor`` under ``chunk``, ``[b, r, c]``: a view where the strides allow one, else a small copy."""
-    try:
-        return tensor.view(view.view3)[chunk]
-    except RuntimeError:  # strides that do not merge: channels_last, permuted experts
-        return torch.stack([part.reshape(-1, view.cols)[:, chunk[2]] for part in _parts(tensor, view, chunk)])
-
-
-def write_(tensor: Tensor, view: Geometry, chunk: Chunk, value: Tensor) -> None:
-    """Store ``value`` ``[b, r, c]`` under ``chunk``, rounded to nearest in the tensor's dtype, strides kept."""
-    try:
-        target = tensor.view(view.view3)[chunk]
-    except RuntimeError:
-        for part, new in zip(_parts(tensor, view, chunk), value, strict=True):
-            rows = part.reshape(-1, view.cols)
-            rows[:, chunk[2]] = new.to(rows.dtype)
-            part.copy_(rows.view(part.shape))
-        return
-    target.copy_(value)
-
-
-def _parts(tensor: Tensor, view: Geometry, chunk: Chunk) -> Iterator[Tensor]:
-    """Views of ``tensor``, one a matrix of ``chunk``, whose leading dim is the chunk's rows. Nothing is copied."""
-    if not view.batched:
-        yield tensor[chunk[1]]
-        return
-    lead = view.shape[:-2]
-    for matrix in range(*chunk[0].indices(view.matrices)):
-        part, rest = tensor, matrix
-        for size, below in zip(lead, (prod(lead[i + 1 :]) for i in range(len(lead))), strict=True):
-            part, rest = part[rest // below % size], rest % below
-        yield part[chunk[1]]
-
-
-def blocked(x: Tensor, block: int) -> Tensor:
-    """``[..., cols]`` as ``[..., ceil(cols / block), block]``, a ragged last block padded with zeros."""
-    short = -x.shape[-1] % block
-    if short:
-        x = torch.nn.functional.pad(x, (0, short))
-    return x.reshape(*x.shape[:-1], -1, block)
-
-
-def block_count(cols: int, block: int) -> int:
-    return ceil(cols / block)
+    def is_end(self) -> Tensor:
+        """Which levels are the outermost ones: both ends, or of levels that begin at 0 the upper one; bool."""
+        end = torch.zeros(len(self.levels), dtype=torch.bool)
+        end[-1], end[0] = True, bool(self.levels[0] < 0)
+        return end
 
 
 class StateFormat:
@@ -200,6 +75,13 @@ class StateFormat:
     *Storage* formats hold any value: `decode`, update in fp32, `encode_`. *Statistics* formats (`statistics` True) hold
     sums over rows, columns or blocks of g^2: `observe` adds up one pass over the gradient, `combine` updates the state
     once, and `decode` then reads the NEW moment, because no element may move before its statistics are complete.
+
+    Some formats learn something from the first gradients (levels, block sizes): `gather` measures it on each shard,
+    what all shards gathered is added up, `solve` makes of the sum what is learned, and `calibrate_` puts that into the
+    state. `learned` says whether it is there.
+
+    Attributes:
+        statistics: whether it is a statistics format.
     """
 
     statistics: ClassVar[bool] = False
@@ -260,16 +142,58 @@ class StateFormat:
         """The tensor that is all zeros until calibration has filled it; None if this format learns nothing."""
         return None
 
-    def fault(self, state: State, name: str, view: Geometry) -> str | None:
-        """What is wrong with saved values whose shapes and dtypes are right; None if nothing is."""
+    @property
+    def lesson(self) -> str | None:
+        """Name of what is learned: parameters whose formats have the same lesson learn one thing together, from the sum
+        of what all of them gathered. None: each parameter for itself."""
         return None
+
+    def gather(self, x: Tensor, view: Geometry, tools: Tools) -> Tensor:
+        """What a first gradient ``x`` tells, 1-D numbers that are added up. Asked only of formats that learn."""
+        raise NotImplementedError
+
+    def solve(self, total: Tensor, view: Geometry, tools: Tools) -> Tensor:
+        """What is learned from the sum of what was gathered."""
+        raise NotImplementedError
+
+    def calibrate_(self, state: State, name: str, view: Geometry, found: Tensor) -> bool:
+        """Put into the state what was learned, here or by another parameter with the same lesson.
+
+        Returns:
+            Whether statistics must be taken once more, because what they are taken over has changed.
+        """
+        raise NotImplementedError
+
+    def fault(self, state: State, name: str, view: Geometry, squares: bool) -> str | None:
+        """What is wrong with saved values whose shapes and dtypes are right; None if nothing is.
+
+        Args:
+            squares: the moment is a mean of squares, which is never negative.
+        """
+        return None
+
+    # ------------------------------------------------------- for looking at
+
+    def label(self, state: State, name: str) -> str:
+        """How the moment is stored, in a few characters."""
+        return type(self).__name__.lower()
+
+    def codes(self, state: State, name: str, view: Geometry) -> Codes | None:
+        """The moment as codes; None where it is stored otherwise."""
+        return None
+
+    def means(self, state: State, name: str) -> Tensor | None:
+        """The means over blocks that stand for many elements each; None where there are none."""
+        return None
+
+
+def not_squares(key: str, value: Tensor) -> str | None:
+    """What is wrong with a tensor of means of squares, or of scales; None if nothing is."""
+    if (value.isfinite() & (value >= 0)).all():
+        return None
+    return f"{key} holds a value that is negative or not finite"
 
 
 def smallest(view: Geometry, dtype: torch.dtype, *forms: StateFormat) -> StateFormat:
     """The one of ``forms`` that stores a moment of this geometry in the fewest bytes; the first of equals."""
     return min(forms, key=lambda form: sum(spec.nbytes for spec in form.components(view, dtype)))
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of every formula: fp64 for fp64 parameters, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from daypack.calibration.blocks import candidates, default_block_size, finest_block_size
-from daypack.formats.base import Chunk, ComponentSpec, Geometry, State, StateFormat, accumulator, block_count, blocked
+from daypack.calibration.blocks import block_size_from_scores, candidates, default_block_size, finest_block_size
+from daypack.calibration.tools import Tools
+from daypack.formats.base import ComponentSpec, State, StateFormat, not_squares
+from daypack.geometry import Chunk, Geometry, accumulator, block_count, blocked
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,6 @@ class BlockMean(StateFormat):
 
     def align(self, view: Geometry) -> int:
         return default_block_size(view.cols)  # only rows longer than a chunk are cut, and those are not searched
-
-    def resize_(self, state: State, name: str, view: Geometry, size: int) -> None:
-        """Start over with blocks of ``size`` elements and a mean of 0: what calibration does before the first use."""
-        like = state[name + "_block"]
-        state[name + "_block"] = like.new_zeros(*view.row_shape, block_count(view.cols, size))
-        state[name + "_block_size"].fill_(size)
 
     def sums(self, state: State, name: str, view: Geometry, like: Tensor) -> tuple[Tensor, ...]:
         size = self._size(state, name, view)
@@ -93,12 +89,33 @@ class BlockMean(StateFormat):
         mean: Tensor = state[name + "_block"]
         return mean
 
-    def fault(self, state: State, name: str, view: Geometry) -> str | None:
+    def gather(self, x: Tensor, view: Geometry, tools: Tools) -> Tensor:
+        """The sum of the scores of all block sizes over the rows that are here, and the number of these rows."""
+        scores = torch.tensor([*tools.block_scores(x, view), 1.0], dtype=torch.float64, device=x.device)
+        return scores.mul_(view.matrices * view.rows)
+
+    def solve(self, total: Tensor, view: Geometry, tools: Tools) -> Tensor:
+        *sums, rows = total.tolist()
+        return torch.tensor(block_size_from_scores(view.cols, [part / rows for part in sums]))
+
+    def calibrate_(self, state: State, name: str, view: Geometry, found: Tensor) -> bool:
+        """Start over with blocks of the size that was found and a mean of 0."""
+        like, size = state[name + "_block"], int(found)
+        state[name + "_block"] = like.new_zeros(*view.row_shape, block_count(view.cols, size))
+        state[name + "_block_size"].fill_(size)
+        return True
+
+    def fault(self, state: State, name: str, view: Geometry, squares: bool) -> str | None:
         block, size = state[name + "_block"], self._size(state, name, view)
         if not state[name + "_block_size"] and block.any():
             return f"{name}_block_size is 0 (not found yet) though {name}_block is not all zeros"
         if size not in (*candidates(view.cols), default_block_size(view.cols)):
             return f"{name}_block_size is {size}; rows of {view.cols} elements have no such blocks"
-        if not (block.isfinite() & (block >= 0)).all():
-            return f"{name}_block holds a value that is negative or not finite"
-        return None
+        return not_squares(name + "_block", block)
+
+    def label(self, state: State, name: str) -> str:
+        return f"mean/{int(state[name + '_block_size']) or 'block'}"
+
+    def means(self, state: State, name: str) -> Tensor | None:
+        mean: Tensor = state[name + "_block"]
+        return mean

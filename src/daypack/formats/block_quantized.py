@@ -8,20 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from daypack.calibration import maps
+from daypack.calibration import codebook, maps
 from daypack.calibration.codebook import GRID, LEVELS, MIN_GAP
-from daypack.formats.base import (
-    Chunk,
-    ComponentSpec,
-    Geometry,
-    State,
-    StateFormat,
-    accumulator,
-    block_count,
-    blocked,
-    read,
-    write_,
-)
+from daypack.calibration.tools import Tools
+from daypack.formats.base import Codes, ComponentSpec, State, StateFormat, not_squares
+from daypack.geometry import Chunk, Geometry, accumulator, block_count, blocked, read, write_
 
 #: Two irrational steps (powers of the plastic number, scaled to 32 bits) whose multiples fill the unit square evenly.
 DITHER_INDEX, DITHER_STEP = 0xC13FA9A9, 0x91E10DA5
@@ -109,13 +100,27 @@ class BlockQuantized(StateFormat):
             codes = _dithered(unit, self._levels(state, name, unit), dither(view, chunk, step, unit))
         write_(state[name + "_codes"], view, chunk, codes.view(value.shape))
 
+    @property
+    def lesson(self) -> str | None:
+        return "codebook" if self.codebook == "learned" else None
+
     def learned(self, state: State, name: str) -> Tensor | None:
         return state[name + "_codebook"] if self.codebook == "learned" else None
 
-    def fault(self, state: State, name: str, view: Geometry) -> str | None:
+    def gather(self, x: Tensor, view: Geometry, tools: Tools) -> Tensor:
+        return tools.histogram(x, view, self.block_size)
+
+    def solve(self, total: Tensor, view: Geometry, tools: Tools) -> Tensor:
+        return codebook.learn(total, self.block_size, tools.optimal_levels)
+
+    def calibrate_(self, state: State, name: str, view: Geometry, found: Tensor) -> bool:
+        state[name + "_codebook"].copy_(found)
+        return False
+
+    def fault(self, state: State, name: str, view: Geometry, squares: bool) -> str | None:
         scale = state[name + "_scale"]
-        if not (scale.isfinite() & (scale >= 0)).all():
-            return f"{name}_scale holds a value that is negative or not finite"
+        if wrong := not_squares(name + "_scale", scale):
+            return wrong
         if self.codebook != "learned":
             return None
         levels = state[name + "_codebook"]
@@ -131,6 +136,16 @@ class BlockQuantized(StateFormat):
         if not learned and scale.any():
             return f"{name}_codebook is missing (all zeros) though {name}_scale is not: the codes cannot be read"
         return None
+
+    def label(self, state: State, name: str) -> str:
+        return f"8-bit {self.codebook.split()[-1]}/{self.block_size}"
+
+    def codes(self, state: State, name: str, view: Geometry) -> Codes | None:
+        def read_codes(chunk: Chunk) -> tuple[Tensor, Tensor]:
+            return read(state[name + "_codes"], view, chunk), self._scale(state, name, view, chunk)
+
+        levels = self._levels(state, name, torch.zeros(()))
+        return Codes(view, read_codes, levels, self._block(view), self.rounding == "dithered")
 
 
 def _dithered(x: Tensor, levels: Tensor, turns: Tensor) -> Tensor:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from daypack.formats.base import Chunk, ComponentSpec, Geometry, State, StateFormat, accumulator, read, write_
+from daypack.formats.base import ComponentSpec, State, StateFormat
+from daypack.geometry import Chunk, Geometry, accumulator, read, write_
+
+#: Short names of the dtypes that moments are kept in as they are.
+SHORT_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,11 @@ class Dense(StateFormat):
     def encode_(self, state: State, name: str, view: Geometry, chunk: Chunk, value: Tensor, step: int) -> None:
         write_(state[name], view, chunk, value)
 
-    def fault(self, state: State, name: str, view: Geometry) -> str | None:
+    def fault(self, state: State, name: str, view: Geometry, squares: bool) -> str | None:
         if not state[name].isfinite().all():
             return f"{name} holds a value that is not finite"
-        # A second moment is a mean of squares; the first one has either sign.
-        return f"{name} holds a negative value" if name.endswith("_sq") and (state[name] < 0).any() else None
+        return f"{name} holds a negative value" if squares and (state[name] < 0).any() else None
+
+    def label(self, state: State, name: str) -> str:
+        dtype = state[name].dtype
+        return SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from daypack.formats.base import Chunk, ComponentSpec, Geometry, State, StateFormat, accumulator
+from daypack.formats.base import ComponentSpec, State, StateFormat, not_squares
+from daypack.geometry import Chunk, Geometry, accumulator
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,5 @@ class Factored(StateFormat):
 
         return read
 
-    def fault(self, state: State, name: str, view: Geometry) -> str | None:
-        for key in (name + "_row", name + "_col"):
-            if not (state[key].isfinite() & (state[key] >= 0)).all():
-                return f"{key} holds a value that is negative or not finite"
-        return None
+    def fault(self, state: State, name: str, view: Geometry, squares: bool) -> str | None:
+        return next(filter(None, (not_squares(name + key, state[name + key]) for key in ("_row", "_col"))), None)

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from daypack.formats.base import Chunk, ComponentSpec, Geometry, State, StateFormat, accumulator
+from daypack.formats.base import ComponentSpec, State, StateFormat, not_squares
+from daypack.geometry import Chunk, Geometry, accumulator
 
 #: Runs of lines: (lines, lines per group); the last group of a run may be smaller.
 Segments = tuple[tuple[int, int], ...]
@@ -74,11 +75,11 @@ class LineMean(StateFormat):
             return mean.view(view.matrices, view.rows, 1)[matrix, row]
         return mean.view(view.matrices, 1, view.cols)[matrix, :, col]
 
-    def fault(self, state: State, name: str, view: Geometry) -> str | None:
-        mean = state[f"{name}_{self.axis}"]
-        if not (mean.isfinite() & (mean >= 0)).all():
-            return f"{name}_{self.axis} holds a value that is negative or not finite"
-        return None
+    def fault(self, state: State, name: str, view: Geometry, squares: bool) -> str | None:
+        return not_squares(f"{name}_{self.axis}", state[f"{name}_{self.axis}"])
+
+    def label(self, state: State, name: str) -> str:
+        return f"mean/{'column' if self.axis == 'col' else 'row'}"
 
 
 def group_count(segments: Segments) -> int:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from daypack.checkpoint.moments import MOMENTS
 from daypack.checkpoint.snapshot import Snapshot
 from daypack.inspection.forms import Form, forms
 from daypack.inspection.result import jsonable
@@ -196,7 +195,7 @@ def _compare(name: str, a: Form, b: Form, alike: bool) -> ParamDiff:
     moments: tuple[MomentDiff, ...] = ()
     note = _incomparable(a, b)
     if not note:
-        moments = tuple(_distance(moment, a, b) for moment in MOMENTS if moment in a.kept and moment in b.kept)
+        moments = tuple(_distance(moment, a, b) for moment in a.kept if moment in b.kept)
     return ParamDiff(
         name=name,
         shapes=(a.entry.shape, b.entry.shape),

@@ -9,24 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daypack import rules
 from daypack.checkpoint import foreign, moments
-from daypack.checkpoint.moments import MOMENTS, Moment, Numbers
+from daypack.checkpoint.moments import Numbers, StoredMoment
 from daypack.checkpoint.snapshot import Coded, ParamState, Snapshot, Stored
-from daypack.formats.base import ComponentSpec, Geometry, StateFormat, geometry
-from daypack.formats.block_mean import BlockMean
-from daypack.formats.block_quantized import BlockQuantized
-from daypack.formats.dense import Dense
-from daypack.formats.factored import Factored
-from daypack.formats.line_mean import LineMean
-from daypack.projection import Projection
-from daypack.update import Rule
-
-#: Update rules by name.
-RULES: dict[str, Rule] = {
-    rule.name: rule for rule in (rules.ADAMW, rules.ADAM, rules.SGD, rules.LION, rules.LAMB, rules.ADAFACTOR)
-}
-
+from daypack.formats.base import ComponentSpec
+from daypack.formats.low_rank import Projection
+from daypack.geometry import Geometry, geometry
+from daypack.optim import validate
+from daypack.rules.base import Rule
 
 #: The largest second moment so far, as torch's ``amsgrad`` keeps it.
 AMSGRAD = "max_exp_avg_sq"
@@ -54,7 +44,7 @@ class Form:
     options: Mapping[str, Any]
     rule: Rule
     view: Geometry
-    kept: Mapping[str, Moment]
+    kept: Mapping[str, StoredMoment]
     state: Mapping[str, Any]
     counts: bool
     projection: Projection | None
@@ -64,7 +54,7 @@ class Form:
     def step(self) -> int | None:
         """Steps taken; None if they are not counted, or their count is damaged."""
         value = self.state.get("step")
-        return int(value) if self.counts and value is not None and _is_count(value) else None
+        return int(value) if self.counts and value is not None and validate.is_count(value) else None
 
     def numbers(self, moment: str) -> Numbers:
         return moments.numbers(self.state, self.kept[moment], self.view, self.entry.dtype, 1.0)
@@ -91,7 +81,7 @@ class Form:
         coded, at = self.coded(moment), self.kept[moment]
         if coded is not None:
             return f"{coded.form}/{coded.block_size}"
-        return _label(at.form, self.state, at.key)
+        return at.form.label(dict(self.state), at.key)
 
     @property
     def format(self) -> str:
@@ -106,11 +96,11 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
     Raises:
         ValueError: an optimizer that is not known.
     """
-    layout = foreign.layouts(snapshot)
+    storage = foreign.storages(snapshot)
     options = {name: group for group, names in snapshot.groups for name in names}
 
     def read(name: str) -> Form:
-        entry, found = snapshot.params[name], layout(name)
+        entry, found = snapshot.params[name], storage(name)
         for key, value in entry.state.items():
             if isinstance(value, Stored) and value.held not in (None, (0, value.shape[0])):
                 raise ValueError(
@@ -118,25 +108,27 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
                     "inspect the files"
                 )
         plan, view, kept = found.plan, geometry(entry.shape), dict(found.moments)
-        rule, projection = RULES[found.rule], None
+        projection = None
         if plan is not None:
-            rule, projection, view = plan.rule, plan.projection, plan.view(entry.shape)
-            kept = {moment: Moment(form, moment) for moment, form in plan.moments if moment in MOMENTS}
+            projection, view = plan.projection, plan.view(entry.shape)
+            kept = {moment.name: StoredMoment(moment, form, moment.name) for moment, form in plan.kept}
         stored, faults = _on_cpu(entry)
         if entry.state:
-            faults += _misfits(stored, kept, view, entry.dtype, plan is not None)
+            specs = {at.key + s.suffix: s for at in kept.values() for s in at.form.saved(view, entry.dtype)}
+            faults += validate.misfits(specs, stored, strict=plan is not None)
         if faults or not entry.state:
             kept = {}
         if AMSGRAD in stored:
-            faults += _misfits(stored, {AMSGRAD: Moment(Dense(), AMSGRAD)}, view, entry.dtype, False)
+            whole = ComponentSpec("", view.shape, torch.float32)
+            faults += validate.misfits({AMSGRAD: whole}, stored, strict=False)
         faults += [f"the option {key} is None" for key in _NUMBERS if options[name].get(key, 0) is None]
         step: Any = stored.get("step", 0)
-        if not _is_count(step):
-            faults.append(f"step is {_shown(step)}, not a whole number from 0")
+        if not validate.is_count(step):
+            faults.append(f"step is {validate.shown(step)}, not a whole number from 0")
         kept = {moment: at for moment, at in kept.items() if plan is not None or stored.get(at.key) is not None}
         for at in kept.values():
             at.form.load_(stored, at.key, view)
-        return Form(entry, options[name], rule, view, kept, stored, found.counts, projection, tuple(faults))
+        return Form(entry, options[name], found.rule, view, kept, stored, found.counts, projection, tuple(faults))
 
     return read
 
@@ -152,57 +144,3 @@ def _on_cpu(entry: ParamState) -> tuple[dict[str, Any], list[str]]:
         except RuntimeError as error:  # sparse tensors have no rows to read
             faults.append(f"{key} cannot be read: {' '.join(str(error).split()):.80}")
     return stored, faults
-
-
-def _is_count(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and _is_count(value.item())
-    return isinstance(value, (int, float)) and value >= 0 and float(value).is_integer()
-
-
-def _shown(value: Any) -> str:
-    """A value of the state in a few words."""
-    if isinstance(value, Tensor):
-        return _shown(value.item()) if not value.dim() else _brief(value.dtype, value.shape)
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _misfits(
-    state: Mapping[str, Any], kept: Mapping[str, Moment], view: Geometry, dtype: torch.dtype, strict: bool
-) -> list[str]:
-    """What is missing or has another shape (or dtype, if ``strict``) than the formats need."""
-    found = []
-    for at in kept.values():
-        for spec in at.form.saved(view, dtype):
-            key, value = at.key + spec.suffix, state.get(at.key + spec.suffix)
-            if value is None:
-                if strict:
-                    found.append(f"{key} is missing")
-            elif not _fits(value, spec, strict):
-                found.append(f"{key} is {_shown(value)}, not {_brief(spec.dtype, spec.shape)}")
-    return found
-
-
-def _fits(value: Any, spec: ComponentSpec, strict: bool) -> bool:
-    if not isinstance(value, Tensor) or tuple(value.shape) != spec.shape:
-        return False
-    return value.dtype == spec.dtype if strict else value.dtype in _DTYPES
-
-
-def _brief(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
-
-
-def _label(form: StateFormat, state: Mapping[str, Any], key: str) -> str:
-    if isinstance(form, BlockQuantized):
-        return f"8-bit {form.codebook.split()[-1]}/{form.block_size}"
-    if isinstance(form, Factored):
-        return "factored"
-    if isinstance(form, BlockMean):
-        return f"mean/{int(state[key + '_block_size']) or 'block'}"
-    if isinstance(form, LineMean):
-        return f"mean/{'column' if form.axis == 'col' else 'row'}"
-    return _DTYPES.get(state[key].dtype, str(state[key].dtype).removeprefix("torch."))
-
-
-_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack.checkpoint.snapshot import Snapshot
-from daypack.formats.block_mean import BlockMean
-from daypack.formats.block_quantized import BlockQuantized
+from daypack.formats.base import Codes
 from daypack.formats.dense import Dense
 from daypack.inspection import codes, motion
 from daypack.inspection.forms import Form, forms
@@ -22,7 +21,9 @@ from daypack.inspection.result import MomentStats, ParamStats, Picture, StateIns
 from daypack.inspection.roles import role_of
 from daypack.inspection.sources import Opened, open_state
 from daypack.inspection.survey import survey
+from daypack.optim import validate
 from daypack.optim.options import plain_name
+from daypack.optim.size import value_bytes
 
 
 def inspect_state(
@@ -41,7 +42,7 @@ def inspect_state(
             itself. With them updates are compared with weights.
         match: patterns of names (``*`` stands for any text); only parameters that one matches are measured.
         optimizer: the optimizer that saved the state, where the state does not tell.
-        pictures: measure what `daypack.reports.inspection_page` draws too.
+        pictures: measure what `daypack.inspection.page` draws too.
 
     Returns:
         One `ParamStats` for each parameter. Nothing in ``source`` is changed.
@@ -108,18 +109,13 @@ def _components(form: Form, seen: set[int]) -> dict[str, int]:
 
     bitsandbytes shares one map among all parameters: ``seen`` holds the maps that were counted.
     """
-    sizes = {key: 8 for key, value in form.state.items() if isinstance(value, (int, float))}
-    for key, tensor in form.tensors().items():
-        place = tensor.untyped_storage().data_ptr()
-        sizes[key] = 0 if key.endswith("_levels") and place in seen else tensor.numel() * tensor.element_size()
-        if key.endswith("_levels"):
-            seen.add(place)
-    return sizes
+    values = {key: value for key, value in form.state.items() if isinstance(value, (int, float))} | form.tensors()
+    return {key: value_bytes(value, seen if key.endswith("_levels") else set()) for key, value in values.items()}
 
 
 def _moment(form: Form, moment: str, pictures: bool) -> MomentStats:
     at, view, numbers = form.kept[moment], form.view, form.numbers(moment)
-    found = survey(numbers, moment == "exp_avg_sq", pictures)
+    found = survey(numbers, at.moment.squares, pictures)
     result = MomentStats(
         moment=moment,
         format=form.label(moment),
@@ -132,28 +128,24 @@ def _moment(form: Form, moment: str, pictures: bool) -> MomentStats:
     )
     picture = None if found.histogram is None else Picture(found.histogram, found.grid)
     coded = form.coded(moment)
-    stored: codes.Codes | None
-    if isinstance(at.form, BlockQuantized):
-        stored = codes.of_format(at.form, form.state, at.key, view)
-    else:
-        stored = codes.of_coded(coded) if coded is not None else None
+    stored = codes.of_coded(coded) if coded is not None else at.form.codes(dict(form.state), at.key, view)
     if stored is not None and result.elements:
         return _with_codes(result, stored, _plain_norm(form, moment, found.norm), picture)
-    if isinstance(at.form, BlockMean):
-        means = form.state[at.key + "_block"]
+    means = at.form.means(dict(form.state), at.key)
+    if means is not None:
         result = replace(result, blocks=means.numel(), zero_blocks=int((means == 0).sum()))
     exact = isinstance(at.form, Dense) and coded is None
     return replace(result, error=_rounding(form.state[at.key]) if exact else None, picture=picture)
 
 
 def _plain_norm(form: Form, moment: str, norm: float) -> float:
-    """The norm of a moment itself; ``norm`` is that of its root for the second."""
-    if moment == "exp_avg":
+    """The norm of a moment itself; ``norm`` is that of the root of a mean of squares."""
+    if not form.kept[moment].moment.squares:
         return norm
     return survey(form.numbers(moment), False, False).norm
 
 
-def _with_codes(result: MomentStats, stored: codes.Codes, norm: float, picture: Picture | None) -> MomentStats:
+def _with_codes(result: MomentStats, stored: Codes, norm: float, picture: Picture | None) -> MomentStats:
     found = codes.code_stats(stored)
     if picture is not None:
         shown = found.scales if found.scales.numel() > 1 else None
@@ -185,8 +177,9 @@ def _rounding(stored: Tensor) -> float:
 
 def _faults(form: Form, nonfinite: Mapping[str, int]) -> list[str]:
     """What the formats find wrong with stored values, beside those that are not finite."""
-    found = [at.form.fault(dict(form.state), at.key, form.view) for at in form.kept.values()]
-    return [text for text in found if text and not any(text.startswith(key) for key in nonfinite)]
+    kept = [(at.moment, at.key, at.form) for at in form.kept.values()]
+    found = validate.damage(kept, form.state, form.view)
+    return [text for text in found if not any(text.startswith(key) for key in nonfinite)]
 
 
 def _notes(params: tuple[ParamStats, ...], weighed: bool) -> list[str]:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from math import lcm
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from daypack.checkpoint.moments import UNCOUNTED
-from daypack.formats.base import CHUNK_ELEMENTS, accumulator, read
+from daypack.geometry import CHUNK_ELEMENTS, Chunk, accumulator, read
 from daypack.inspection.forms import AMSGRAD, Form
-from daypack.update import Elements, Hyper, Norms
-
-
-def _mean(m: Tensor, v: Tensor | None, hyper: Hyper) -> Tensor:
-    return m
-
-
-def _momentum(m: Tensor, v: Tensor | None, hyper: Hyper) -> Tensor:
-    """``m = mu m + (1 - dampening) g``, but ``m = g`` at the first step."""
-    return m if hyper.step == 1 else m * ((1 - hyper.beta1) / (1 - float(hyper.option("dampening"))))
-
-
-def _normalised(m: Tensor, v: Tensor | None, hyper: Hyper) -> Tensor:
-    """Adafactor averages gradients over the root of the second moment."""
-    return m * cast(Tensor, v).sqrt().clamp_min(torch.finfo(m.dtype).eps)
-
-
-#: By rule: the gradient that leaves the first moment as it is. Stepped by the rule it gives the update of that moment.
-STEADY: dict[str, Callable[[Tensor, Tensor | None, Hyper], Tensor]] = {
-    **dict.fromkeys(("adamw", "adam", "lamb", "lion"), _mean),
-    "sgd": _momentum,
-    "adafactor": _normalised,
-}
+from daypack.rules.base import Elements, Hyper, Norms
 
 
 def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
@@ -53,7 +32,7 @@ def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
         return None, ""
     if form.faults:
         return None, ""
-    if "exp_avg" not in form.kept:
+    if all(at.moment.squares for at in form.kept.values()):
         return None, "no first moment, by which an update could be told"
     if form.rule.measured is not None and weights is None and form.projection is None:
         return None, "an update depends on the weights; give them with --weights"
@@ -64,7 +43,7 @@ def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
         return None, f"its group has no option {error}"
     except (TypeError, ValueError, RuntimeError) as error:
         return None, f"an option of its group is damaged ({error})"
-    if form.rule.name == "sgd" and float(group["dampening"]) == 1:
+    if "dampening" in form.rule.options and float(group["dampening"]) == 1:
         return None, "with a dampening of 1 no gradient enters"
     total = _squared_norm(form, replace(hyper, maximize=False), weights)
     scale = float(group["scale"]) if form.projection else 1.0
@@ -74,30 +53,43 @@ def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
 def _squared_norm(form: Form, hyper: Hyper, weights: Tensor | None) -> float:
     norms, rule = None, form.rule
     if rule.measured is not None:
-        measured = sum(float(rule.measured(x, hyper).double().square().sum()) for x in _elements(form, hyper, weights))
+        measured = sum(_square(rule.measured(x)) for _, x in _elements(form, hyper, weights, None))
         norms = Norms(norm(weights) if weights is not None and not form.projection else 0.0, measured**0.5, _size(form))
-    return sum(
-        float(rule.direction(x, hyper, norms)[0].double().square().sum()) for x in _elements(form, hyper, weights)
-    )
+    found = ((chunk, rule.direction(x)) for chunk, x in _elements(form, hyper, weights, norms))
+    if rule.whole is None:
+        return sum(_square(direction) for _, direction in found)
+    matrices = torch.zeros(form.view.view3, dtype=accumulator(form.entry.dtype))
+    for chunk, direction in found:
+        matrices[chunk] = direction
+    return sum(_square(rule.whole(matrix, hyper)) for matrix in matrices)
+
+
+def _square(x: Tensor) -> float:
+    return float(x.double().square().sum())
 
 
 def _size(form: Form) -> int:
     return torch.Size(form.view.shape).numel()
 
 
-def _elements(form: Form, hyper: Hyper, weights: Tensor | None) -> Iterator[Elements]:
+def _elements(
+    form: Form, hyper: Hyper, weights: Tensor | None, norms: Norms | None
+) -> Iterator[tuple[Chunk, Elements]]:
     """What the rule sees, a chunk at a time. Low-rank state steps a stand-in of zeros."""
-    first = form.numbers("exp_avg")
-    second = form.numbers("exp_avg_sq") if "exp_avg_sq" in form.kept else None
+    numbers = {name: form.numbers(name) for name in form.kept}
     amsgrad = form.state.get(AMSGRAD)
-    for chunk in first.chunks(second.align if second else 1):
-        m = first.read(chunk)
-        v = second.read(chunk) if second else None
+    first = next(name for name, at in form.kept.items() if not at.moment.squares)
+    for chunk in numbers[first].chunks(lcm(*(each.align for each in numbers.values()))):
+        stored = {name: each.read(chunk) for name, each in numbers.items()}
+        like = stored[first]
         if isinstance(amsgrad, Tensor):
-            v = read(amsgrad, form.view, chunk).to(m.dtype)
+            stored["exp_avg_sq"] = read(amsgrad, form.view, chunk).to(like.dtype)
         at = weights if not form.projection else None
-        p = torch.zeros_like(m) if at is None else read(at, form.view, chunk).to(accumulator(form.entry.dtype))
-        yield Elements(p, STEADY[form.rule.name](m, v, hyper), m, v)
+        p = torch.zeros_like(like) if at is None else read(at, form.view, chunk).to(accumulator(form.entry.dtype))
+        x = Elements(form.rule, hyper, p, like, stored, stored, norms)
+        if form.rule.steady is not None:
+            x = Elements(form.rule, hyper, p, form.rule.steady(x), stored, stored, norms)
+        yield chunk, x
 
 
 def norm(tensor: Tensor) -> float:

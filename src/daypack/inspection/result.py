@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-ADAMW_BYTES = 8
 #: Share of codes on an end level, beyond the one per block that a scale always puts there, from which on it is said.
 SATURATED = 0.05
 #: Update-to-weight ratio from which on it is said: healthy ones lie near 1e-3.

@@ -17,7 +17,7 @@ from daypack.checkpoint.file import whole_of
 from daypack.checkpoint.snapshot import Snapshot
 from daypack.optim.options import plain_name
 
-#: What a run of ``daypack train`` calls its checkpoint, and a distributed checkpoint its index.
+#: What the folder of a training run calls its checkpoint, and a distributed checkpoint its index.
 TRAINED, DISTRIBUTED = "checkpoint.pt", ".metadata"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from daypack.checkpoint.moments import Numbers
-from daypack.formats.base import Chunk, Geometry
+from daypack.geometry import Chunk, Geometry
 
 #: Edges of histograms: powers of ten, four parts each. What lies outside is counted in the first or last part.
 LOWEST, HIGHEST, PARTS = -28, 8, 4

@@ -1,5 +1,5 @@
-"""The arithmetic of a step: `dispatch` picks a kernel, `reference` defines what each of them must compute."""
+"""The arithmetic of a step: `backend` is the contract, `dispatch` chooses, `reference` defines the result."""
 
-from daypack.kernels.dispatch import use
+from daypack.kernels.dispatch import available, use
 
-__all__ = ["use"]
+__all__ = ["available", "use"]

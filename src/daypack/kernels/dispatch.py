@@ -1,221 +1,180 @@
-"""Which kernel steps a parameter: the fastest one for its plan, dtype and device, unless something forces another."""
+"""Which backend steps a parameter: the first one in a list that takes it, unless something forces another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from daypack.calibration import blocks, codebook
-from daypack.kernels import learning, native, reference
-from daypack.update import Update
+from daypack.calibration.tools import REFERENCE, Tools
+from daypack.kernels.backend import AddUp, Backend, Batch, Mask
+from daypack.kernels.native.backend import Native
+from daypack.kernels.reference import Reference, note_zeros
+from daypack.param import ParamStep
 
-Kernel = Literal["native", "reference"]
+#: In order of preference; the last one takes everything.
+BACKENDS: tuple[Backend, ...] = (Native(), Reference())
 
-#: Squares that rules measured, by the id of their update -> the sums over all ranks.
-AddUp: TypeAlias = Callable[[dict[int, Tensor]], dict[int, Tensor]]
 
-_forced: ContextVar[Kernel | None] = ContextVar("daypack_kernel", default=None)
+def available() -> dict[str, str]:
+    """The backends that can run here, in order of preference, and what each runs on."""
+    found = {backend.name: backend.about() for backend in BACKENDS}
+    return {name: about for name, about in found.items() if about is not None}
+
+
+_forced: ContextVar[str | None] = ContextVar("daypack_backend", default=None)
 
 
 @contextmanager
-def use(kernel: Kernel) -> Iterator[None]:
-    """Step every parameter with ``kernel`` inside the block, whatever ``fused`` says.
+def use(backend: str) -> Iterator[None]:
+    """Step every parameter with ``backend`` inside the block, whatever ``fused`` says.
 
     Raises:
-        ValueError: there is no such kernel; at a step, it cannot take a parameter.
+        ValueError: there is no such backend; at a step, it cannot take a parameter.
     """
-    if kernel not in ("native", "reference"):
-        raise ValueError(f"kernel must be 'native' or 'reference', got {kernel!r}")
-    token = _forced.set(kernel)
+    names = [each.name for each in BACKENDS]
+    if backend not in names:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, names))}, got {backend!r}")
+    token = _forced.set(backend)
     try:
         yield
     finally:
         _forced.reset(token)
 
 
-def forced() -> Kernel | None:
+def forced() -> str | None:
+    """The backend that `use` demands, if any."""
     return _forced.get()
 
 
+def choose(item: ParamStep) -> Backend:
+    """The backend that steps ``item``.
+
+    Raises:
+        ValueError: it demands a fused one (``fused=True``), or `use` demands one that does not take it.
+    """
+    refusals = []
+    for backend in _allowed(item.group["fused"]):
+        refused = backend.refusal(item)
+        if refused is None:
+            return backend
+        refusals.append(refused)
+    if item.whole.grad is None:  # a gradient that only other ranks have has no memory here
+        return BACKENDS[-1]
+    raise ValueError(
+        f"fused=True, but {refusals[0]} (parameter {item.name}); use fused=None (the fastest available) or "
+        "fused=False (the torch reference)"
+    )
+
+
+def _allowed(fused: bool | None) -> list[Backend]:
+    """The backends that may be chosen under the group option ``fused``, in order of preference."""
+    name = _forced.get()
+    if name is not None:
+        return [backend for backend in BACKENDS if backend.name == name]
+    return [backend for backend in BACKENDS if fused is None or backend.fused == fused]
+
+
 class Work:
-    """The updates of one step, each with its kernel. Kept from step to step while `refresh` says that it holds.
+    """The parameters of one step, in a batch for each backend. Kept from step to step while `refresh` says it holds.
 
     Args:
-        idle: the parameters without a gradient.
+        items: the parameters with a gradient, checked.
+        idle: the parameters without one.
 
     Attributes:
         settled: every state exists and all that is learned from first gradients is learned.
-        kernels: per update ``"native"`` or ``"reference"``.
+        backends: the name of the backend of each parameter.
 
     Raises:
-        ValueError: a parameter demands a fused kernel (``fused=True``) and none can take it.
+        ValueError: a parameter demands a fused backend and none takes it.
     """
 
-    def __init__(self, updates: list[Update], idle: list[Tensor]) -> None:
-        self.updates = updates
+    def __init__(self, items: list[ParamStep], idle: list[Tensor]) -> None:
+        self.items = items
         self._idle = idle
-        self.kernels: list[Kernel] = [_choose(update) for update in updates]
-        chosen = np.array([kernel == "native" for kernel in self.kernels], bool)
-        self._native, self._rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
-        self._batch = native.Batch([updates[i] for i in self._native]) if len(self._native) else None
-        self._projected = [i for i in self._native.tolist() if updates[i].plan.projection]
+        chosen = [choose(item) for item in items]
+        self.backends = [backend.name for backend in chosen]
+        self._batches: list[tuple[list[int], Batch]] = []
+        #: Parameters that a better backend refused for now: it may take them when a gradient changes.
+        self._second_best = []
+        for backend in BACKENDS:
+            places = [i for i, each in enumerate(chosen) if each is backend]
+            if places:
+                self._batches.append((places, backend.batch([items[i] for i in places])))
+                self._second_best += [(items[i], backend) for i in places if backend is not BACKENDS[0]]
         self.settled = False
-
-    @property
-    def rest(self) -> list[Update]:
-        """The updates that the reference takes."""
-        return [self.updates[i] for i in self._rest]
 
     def refresh(self) -> bool:
         """Take in this step's gradients; False if tensors have changed so that the work must be laid out anew."""
-        if any(p.grad is not None for p in self._idle) or any(update.param.grad is None for update in self.rest):
+        if any(p.grad is not None for p in self._idle):
             return False
-        if any(_choose(update) == "native" for update in self.rest):
+        if not all(batch.refresh() for _, batch in self._batches):
             return False
-        return self._batch is None or self._batch.refresh()
+        return all(choose(item) is backend for item, backend in self._second_best)
 
     def attach(self) -> None:
         """Take in state that was created or laid out anew since."""
-        if self._batch is not None:
-            self._batch.attach()
+        for _, batch in self._batches:
+            batch.attach()
 
     def observe(self) -> NDArray[np.float64]:
-        """First pass over every gradient, which writes nothing but statistics; the sum of g^2 of each update.
-
-        A sum is not finite if the gradient is not, or if a statistic of it would overflow.
-        """
-        totals = np.zeros(len(self.updates))
-        if self._batch is not None:
-            totals[self._native] = self._batch.observe()
-        totals[self._rest] = _numbers([reference.observe(update) for update in self.rest])
-        _note_zeros(self.updates, totals)
+        """First pass over every gradient, which writes nothing but statistics; the sum of g^2 of each parameter."""
+        totals = np.zeros(len(self.items))
+        for places, batch in self._batches:
+            totals[places] = batch.observe()
+        note_zeros(self.items, totals)
         return totals
 
-    def step(self) -> NDArray[np.bool_]:
-        """Both passes over every update whose gradient is finite; which ones are.
-
-        For updates that need no decision between the passes: gradients are read again while they are in the cache.
-        """
-        if any(self.updates[i].state["basis_left"] == 0 for i in self._projected):
-            finite = np.isfinite(self.observe())
-            self.apply(finite)
-            return finite
-        finite = np.ones(len(self.updates), bool)
-        if self._batch is not None:
-            finite[self._native] = self._batch.step()
-        totals = np.array(_numbers([reference.observe(update) for update in self.rest]))
-        finite[self._rest] = np.isfinite(totals)
-        _note_zeros(self.rest, totals)
-        stepped = [self.updates[i] for i in self._rest if finite[i]]
-        for update in stepped:
-            reference.combine(update)
-            reference.apply(update, reference.measure(update) if update.plan.measures else None)
-        return finite
-
-    def apply(self, admitted: NDArray[np.bool_], last: bool = True, add_up: AddUp | None = None) -> None:
-        """Second pass over the updates marked by ``admitted``: steps, moments, rule, decay and parameters.
-
-        Args:
-            last: no other updates of this step will follow.
-            add_up: makes sums over all ranks of what rules measure of each update, if parts of them are elsewhere.
-        """
-        if self._batch is not None and (self._projected or len(self._rest)):
-            self._batch.check(admitted[self._native])  # before the others change
-        stepped = [self.updates[i] for i in self._rest if admitted[i]]
-        for update in stepped:
-            reference.combine(update)
-        measured = self._batch.measure(admitted[self._native]) if self._batch is not None else {}
-        squares = {id(self._batch.updates[k]): part for k, part in measured.items()} if self._batch else {}
-        squares |= {id(update): reference.measure(update) for update in stepped if update.plan.measures}
-        if add_up is not None:
-            squares = add_up(squares)
-        for i in self._projected:
-            if admitted[i]:
-                reference.refresh(self.updates[i])
-        if self._batch is not None:
-            for k, part in measured.items():
-                part.copy_(squares[id(self._batch.updates[k])])  # where the kernels read them
-            self._batch.apply(admitted[self._native], last)
-        for update in stepped:
-            reference.apply(update, squares.get(id(update)))
-
-    def shared_sums(self) -> list[Tensor]:
-        """Per update the statistics that belong to all ranks, to be added up in place between the passes; 1-D."""
-        found = [torch.zeros(0)] * len(self.updates)
-        for k, i in enumerate(self._native):
-            part = self._batch.shared_sums(k) if self._batch else None
-            found[i] = found[i] if part is None else part
-        for i in self._rest:
-            update = self.updates[i]
-            form = update.plan.exp_avg_sq
-            if form and form.shared(update.view):
-                found[i] = form.shared_sums(update.sums).view(-1)
+    def shared_sums(self) -> list[list[Tensor]]:
+        """Per parameter the statistics that belong to all ranks, to be added up in place between the passes; 1-D."""
+        found: list[list[Tensor]] = [[] for _ in self.items]
+        for places, batch in self._batches:
+            for i, parts in zip(places, batch.shared_sums(), strict=True):
+                found[i] = parts
         return found
 
+    def step(self) -> Mask:
+        """Both passes over every parameter whose gradient is finite; which ones are.
 
-def _choose(update: Update) -> Kernel:
-    fused = {"native": True, "reference": False}.get(_forced.get() or "", update.group["fused"])
-    if fused is False:
-        return "reference"
-    refused = native.refusal(update)
-    if refused and fused and update.whole.grad is not None:  # a gradient that only other ranks have has no memory here
-        raise ValueError(
-            f"fused=True, but {refused} (parameter {update.name}); use fused=None (the fastest available) or "
-            "fused=False (the torch reference)"
-        )
-    return "reference" if refused else "native"
+        For steps that need no decision between the passes: gradients are read again while they are in the cache.
+        """
+        finite = np.ones(len(self.items), bool)
+        if len(self._batches) > 1:  # one by one they would change some parameters before others are checked
+            self._check(finite)
+        for places, batch in self._batches:
+            finite[places] = batch.step()
+        return finite
 
+    def apply(self, admitted: Mask, last: bool = True, add_up: AddUp | None = None) -> None:
+        """Second pass over the parameters marked by ``admitted``.
 
-def _note_zeros(updates: list[Update], totals: NDArray[np.float64]) -> None:
-    """A sum of g^2 over 0 says that a gradient is not zero; a sum of 0 says nothing, because squares vanish."""
-    for update, total in zip(updates, totals.tolist(), strict=True):
-        update.zero = False if total > 0 else None
+        Args:
+            last: no other parameters of this step will follow.
+            add_up: makes sums over all ranks of what rules measure of each parameter, if parts of them are elsewhere.
+        """
+        self._check(admitted)
+        measured = [batch.measure(admitted[places]) for places, batch in self._batches]
+        found = list(zip(self._batches, measured, strict=True))
+        if add_up is not None:
+            every = {id(batch.items[k]): part for (_, batch), squares in found for k, part in squares.items()}
+            every = add_up(every)
+            for (_, batch), squares in found:
+                squares.update({k: every[id(batch.items[k])] for k in squares})
+        for (places, batch), squares in found:
+            batch.apply(admitted[places], squares, last)
 
-
-def _numbers(totals: list[Tensor]) -> list[float]:
-    """The value of each 0-dim tensor; one transfer from each device."""
-    result: dict[int, float] = {}
-    for device in {total.device for total in totals}:
-        here = [(i, total) for i, total in enumerate(totals) if total.device == device]
-        values = torch.stack([total.to(torch.float64) for _, total in here]).tolist()
-        result.update(zip((i for i, _ in here), values, strict=True))
-    return [result[i] for i in range(len(totals))]
-
-
-# ---------------------------------------------------------------- calibration
-
-
-def _reads(update: Update) -> bool:
-    return _forced.get() != "reference" and update.group["fused"] is not False and learning.reads(update.grad)
-
-
-def histogram(coded: Iterable[tuple[Update, int]]) -> Tensor:
-    """Counts of the normalised gradients of updates, each with its block size, for `learn`; int64 on the CPU."""
-    counts = torch.zeros(codebook.BINS, dtype=torch.int64)
-    for update, block_size in coded:
-        if _reads(update):
-            learning.add_histogram(counts, update.grad, update.view, block_size)
-        else:
-            counts += codebook.histogram(update.grad, update.view, block_size).cpu()
-    return counts
+    def _check(self, active: Mask) -> None:
+        """Ask every batch before any of them changes anything."""
+        for places, batch in self._batches:
+            batch.check(active[places])
 
 
-def learn(counts: Tensor, block_size: int) -> Tensor:
-    """The codebook for ``counts``: fp32 on the CPU."""
-    solve = (
-        codebook.optimal_levels if _forced.get() == "reference" or native.library() is None else learning.optimal_levels
-    )
-    return codebook.learn(counts, block_size, solve)
-
-
-def block_scores(update: Update) -> list[float]:
-    """The scores of the block sizes that an update's second moment may have, from its gradient."""
-    score = learning.block_scores if _reads(update) else blocks.block_scores
-    return score(update.grad, update.view)
+def tools(grad: Tensor, fused: bool | None = None) -> Tools:
+    """The fastest functions for calibration from ``grad``, under the group option ``fused``."""
+    found = (backend.tools(grad) for backend in _allowed(fused))
+    return next((each for each in found if each is not None), REFERENCE)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from daypack.formats.base import geometry, smallest
-from daypack.formats.block_quantized import BlockQuantized
-from daypack.formats.dense import Dense
-from daypack.formats.factored import Factored
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import (
     Group,
@@ -23,8 +20,9 @@ from daypack.optim.options import (
     check_not_negative,
     number,
 )
-from daypack.rules import ADAFACTOR
-from daypack.update import ParamPlan
+from daypack.optim.plans import smallest_plan
+from daypack.param import ParamPlan
+from daypack.rules.adafactor import ADAFACTOR
 
 
 class Adafactor(CompressedOptimizer):
@@ -122,14 +120,10 @@ class Adafactor(CompressedOptimizer):
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Factored from two dims on, where that takes fewer bytes than one number per element."""
-        return plan(tuple(shape), dtype, group["beta1"] is not None, group["bits"], group["block_size"])
+        plan = smallest_plan(ADAFACTOR, tuple(shape), dtype, group["bits"], "factored", group["block_size"])
+        return plan if group["beta1"] is not None else _without_average(plan)
 
 
 @lru_cache(maxsize=4096)
-def plan(shape: tuple[int, ...], dtype: torch.dtype, averaged: bool, bits: int, block_size: int) -> ParamPlan:
-    """`Adafactor.plan` as a function of its options, remembered, because it is asked for at every step."""
-    view, dense = geometry(shape), Dense()
-    matrix = len(shape) > 1
-    m = smallest(view, dtype, dense, BlockQuantized(block_size)) if matrix and bits == 8 else dense
-    v = smallest(view, dtype, dense, Factored()) if matrix else dense
-    return ParamPlan(ADAFACTOR, m if averaged else None, v)
+def _without_average(plan: ParamPlan) -> ParamPlan:
+    return replace(plan, formats=(None, *plan.formats[1:]))

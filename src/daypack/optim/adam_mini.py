@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from daypack.formats.base import StateFormat, geometry, smallest
+from daypack.formats.base import StateFormat, smallest
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.line_mean import group_count
+from daypack.geometry import geometry
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import (
     Group,
@@ -28,8 +29,8 @@ from daypack.optim.options import (
     plain_name,
 )
 from daypack.optim.partition import Attention, Choice, Partition, check_partition, choose, form_of, of_model
-from daypack.rules import ADAMW
-from daypack.update import ParamPlan
+from daypack.param import ParamPlan
+from daypack.rules.adamw import ADAMW
 
 
 class AdamMini(CompressedOptimizer):
@@ -122,7 +123,7 @@ class AdamMini(CompressedOptimizer):
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """One second moment per block of the flat piece: its parameters are not known."""
-        return ParamPlan(ADAMW, BlockQuantized() if group["bits"] == 8 else Dense(), BlockMean())
+        return ParamPlan(ADAMW, (BlockQuantized() if group["bits"] == 8 else Dense(), BlockMean()))
 
     def _choice(self, shape: torch.Size, group: Group, name: str) -> Choice:
         partition: Partition = tuple(map(tuple, group["partition"]))
@@ -201,4 +202,4 @@ def _complete(params: object, partition: Sequence[Sequence[str]], known: Attenti
 def _plan(shape: tuple[int, ...], dtype: torch.dtype, bits: int, rule: str, name: str) -> ParamPlan:
     view, dense = geometry(shape), Dense()
     m: StateFormat = smallest(view, dtype, dense, BlockQuantized()) if bits == 8 and len(shape) > 1 else dense
-    return ParamPlan(ADAMW, m, form_of(rule, shape, name) or dense)
+    return ParamPlan(ADAMW, (m, form_of(rule, shape, name) or dense))

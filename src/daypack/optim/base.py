@@ -15,14 +15,17 @@ from torch.optim import Optimizer
 
 from daypack import sharding
 from daypack.formats.base import State
-from daypack.kernels import dispatch, reference
+from daypack.kernels import dispatch
+from daypack.kernels.backend import Mask
 from daypack.kernels.dispatch import Work
 from daypack.optim import state_dict as saved
+from daypack.optim.admission import admit
 from daypack.optim.calibrate import Calibration
 from daypack.optim.exchange import Exchange
 from daypack.optim.options import Group, check_gradient, check_param, check_spill_dir, param_name
+from daypack.param import ParamPlan, ParamStep
 from daypack.placement.schedule import Placements
-from daypack.update import ParamPlan, Update
+from daypack.rules.base import Rule
 
 #: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
 _STEPS_BEFORE_IDLE_WARNING = 10
@@ -61,6 +64,10 @@ class CompressedOptimizer(Optimizer):
         """`plan` of a parameter, or `plan_partition`."""
         plan = self.plan_partition if sharding.is_bare_partition(param) else self.plan
         return plan(param.shape, param.dtype, group, name)
+
+    def main_rule(self, group: Group) -> Rule:
+        """The rule that steps the parameters of ``group``, or most of them."""
+        return self.plan(torch.Size((0,)), torch.float32, group, "").rule
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
         """What to tell the user about a parameter whose state is about to be created; None: nothing is unexpected."""
@@ -113,7 +120,7 @@ class CompressedOptimizer(Optimizer):
                     self.plan(p.shape, p.dtype, options, str(name))
         super().add_param_group(param_group)
         # Saved with the group: state that has the same layout under another rule is not taken for this one's.
-        param_group["rule"] = self.plan(torch.Size((0,)), torch.float32, param_group, "").rule.name
+        param_group["rule"] = self.main_rule(param_group).name
 
     def _params(self) -> Iterator[tuple[Group, str, Tensor]]:
         """Group, name and tensor of every parameter. Read anew at each step: wrappers replace what groups hold."""
@@ -147,9 +154,9 @@ class CompressedOptimizer(Optimizer):
             return loss
         work = self._collect()
         if work.settled and not away and not self._decides_between_passes():
-            self._admit(work.updates, work.step())
+            self._admit(work, work.step())
             return loss
-        admitted = self._admit(work.updates, np.isfinite(work.observe()))
+        admitted = self._admit(work, np.isfinite(work.observe()))
         if not work.settled and self._settle(work, admitted):
             work.observe()
         if away:
@@ -177,26 +184,32 @@ class CompressedOptimizer(Optimizer):
         except ValueError as problem:
             error = problem
 
-        def observe() -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        def observe() -> tuple[NDArray[np.float64], Mask]:
             return exchange.first(work, work.observe() if work else np.zeros(0), self._unsure, error)
 
         totals, present = observe()
         assert work is not None  # else the exchange has raised
-        admitted = self._admit(work.updates, np.isfinite(totals), present)
+        admitted = self._admit(work, np.isfinite(totals), present)
         if self._settle(work, admitted):
             observe()
         if self._placements.away(self.param_groups):
             self._placements.apply(work, admitted)
         else:
-            work.apply(admitted, add_up=lambda squares: exchange.second(squares, work.updates))
+            work.apply(admitted, add_up=lambda squares: exchange.second(squares, work.items))
 
-    def _unsure(self, update: Update) -> bool:
-        """Whether it matters that the update's gradient may be all zeros."""
-        return update.steps == 0 or not self._calibration.is_done(update)
+    def _admit(self, work: Work, finite: Mask, present: Mask | None = None) -> Mask:
+        return admit(work.items, finite, self.skipped, self._any_rate_is_zero(), present)
+
+    def _any_rate_is_zero(self) -> bool:
+        return any(float(group["lr"]) == 0 for group in self.param_groups)
+
+    def _unsure(self, item: ParamStep) -> bool:
+        """Whether it matters that the item's gradient may be all zeros."""
+        return item.steps == 0 or not self._calibration.is_done(item)
 
     def _decides_between_passes(self) -> bool:
         """Whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
-        return any(group["nonfinite"] == "raise" or float(group["lr"]) == 0 for group in self.param_groups)
+        return self._any_rate_is_zero() or any(group["nonfinite"] == "raise" for group in self.param_groups)
 
     def _collect(self) -> Work:
         """The parameters with a gradient, after every option and every gradient was checked.
@@ -210,12 +223,8 @@ class CompressedOptimizer(Optimizer):
         if self._work is None or key != self._work_key or not self._work.refresh():
             self._work = None
             idle = [p for _, _, p in self._params() if p.grad is None]
-            self._work, self._work_key = Work(self._updates(), idle), key
-        for update in self._work.rest:
-            check_gradient(update.param, update.grad, update.name)
-            for moment, form in update.plan.moments if update.state else ():
-                form.load_(update.state, moment, update.view)  # some wrappers put saved state here themselves
-        self._warn_if_idle(self._work.updates)
+            self._work, self._work_key = Work(self._items(), idle), key
+        self._warn_if_idle(self._work.items)
         return self._work
 
     def _key(self) -> tuple[Any, ...]:
@@ -229,9 +238,9 @@ class CompressedOptimizer(Optimizer):
         kept = [list(map(id, things)) for things in (params, self.param_groups, self.state.values())]
         return kept, sizes, options, dispatch.forced()
 
-    def _updates(self) -> list[Update]:
-        """One `Update` for each parameter with a gradient, once all of them were checked."""
-        updates = []
+    def _items(self) -> list[ParamStep]:
+        """One `ParamStep` for each parameter with a gradient, once all of them were checked."""
+        items = []
         for group, name, p in self._params():
             parted = bool(p.requires_grad and sharding.groups_of(p))  # another rank may have a gradient
             if p.grad is None and not parted:
@@ -242,48 +251,20 @@ class CompressedOptimizer(Optimizer):
             state, view = saved.part_of(p, plan, self.state.get(p, {})), sharding.local_view(p, plan)
             if state:
                 saved.check_layout(self, name, p, plan, state)
-            for moment, form in plan.moments if state else ():
-                form.load_(state, moment, view)  # some wrappers put saved state here themselves
+            for key, form in plan.stored if state else ():
+                form.load_(state, key, view)  # some wrappers put saved state here themselves
             self._placements.of(group, p.device).adopt_(state)
             part = sharding.to_local_gradient(p) if sharding.is_distributed(p) else None
-            updates.append(Update(name, sharding.to_local(p), group, state, plan, view, whole=p, part=part))
-        return updates
+            items.append(ParamStep(name, sharding.to_local(p), group, state, plan, view, whole=p, part=part))
+        return items
 
-    def _warn_if_idle(self, updates: list[Update]) -> None:
+    def _warn_if_idle(self, items: list[ParamStep]) -> None:
         """Say once that no parameter ever had a gradient: the optimizer may hold tensors that nothing trains."""
-        self._idle_steps = _STEPS_BEFORE_IDLE_WARNING if updates else self._idle_steps + 1
-        if not updates and self._idle_steps == _STEPS_BEFORE_IDLE_WARNING:
+        self._idle_steps = _STEPS_BEFORE_IDLE_WARNING if items else self._idle_steps + 1
+        if not items and self._idle_steps == _STEPS_BEFORE_IDLE_WARNING:
             warnings.warn(
                 f"{type(self).__name__}: no parameter had a gradient in {self._idle_steps} steps; if the model was "
                 "wrapped or moved after the optimizer was built, build the optimizer again",
-                stacklevel=4,
-            )
-
-    def _admit(
-        self, updates: list[Update], finite: NDArray[np.bool_], present: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.bool_]:
-        """Which updates are stepped: not those whose gradients are not finite, and not the zero-gradient probe.
-
-        The probe is how torch.distributed.checkpoint has state created: a step with lr 0 on all-zero gradients of
-        parameters that were never stepped. lr 0 alone is a warm-up, a zero gradient alone is LoRA.
-        """
-        for i in np.flatnonzero(~finite):
-            self._refuse(updates[i])
-        finite = finite if present is None else finite & present
-        if not any(float(group["lr"]) == 0 for group in self.param_groups):
-            return finite
-        probed = [float(u.group["lr"]) == 0 and u.steps == 0 and reference.is_zero(u) for u in updates]
-        kept: NDArray[np.bool_] = finite & ~np.array(probed, bool)
-        return kept
-
-    def _refuse(self, update: Update) -> None:
-        problem = f"the gradient of parameter {update.name} is not finite, or its norm is beyond fp32 (1.8e19)"
-        if update.group["nonfinite"] == "raise":
-            raise ValueError(f"{problem}; nothing was updated (nonfinite='skip' passes over such parameters)")
-        self.skipped[update.name] += 1
-        if self.skipped[update.name] == 1:
-            warnings.warn(
-                f"{problem}; it is passed over with its state. Counted in optimizer.skipped, not warned of again",
                 stacklevel=4,
             )
 
@@ -295,13 +276,13 @@ class CompressedOptimizer(Optimizer):
         """
         caveats: dict[str, list[str]] = defaultdict(list)
         for group, name, p in self._params():
-            if (p.requires_grad or p.grad is not None) and p not in self.state:
+            if (p.requires_grad or p.grad is not None) and not self.state.get(p):
                 caveats[self.caveat(p, group, name) or ""].append(name)
                 plan = self.plan_of(p, group, name)
                 whole, here = plan.view(p.shape), sharding.local_view(p, plan)
                 state: State = self.state[p]
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for moment, form in plan.moments:
+                for moment, form in plan.stored:
                     for spec, part in zip(form.components(whole, p.dtype), form.components(here, p.dtype), strict=True):
                         zeros = self._placements.create(part, group, p.device)
                         state[moment + spec.suffix] = sharding.wrap(p, zeros, spec)
@@ -309,32 +290,36 @@ class CompressedOptimizer(Optimizer):
             if caveat:
                 warnings.warn(f"{type(self).__name__} {caveat}: {', '.join(names)}", stacklevel=3)
 
-    def _settle(self, work: Work, admitted: NDArray[np.bool_]) -> bool:
+    def _settle(self, work: Work, admitted: Mask) -> bool:
         """What first steps need: state, and what is learned from gradients.
 
         Returns:
             Whether statistics must be taken once more, because what they are taken over has changed.
         """
         self.materialize_state()
-        for update in work.updates:
-            update.state = saved.part_of(update.whole, update.plan, self.state[update.whole])
-        fresh = [update for update, on in zip(work.updates, admitted.tolist(), strict=True) if on]
-        changed = self._calibration.run(fresh, (self.state.get(p, {}) for _, _, p in self._params()))
-        for update in fresh if changed else ():
-            self._placements.of(update.group, update.param.device).adopt_(update.state)
+        for item in work.items:
+            item.state = saved.part_of(item.whole, item.plan, self.state[item.whole])
+        fresh = [item for item, on in zip(work.items, admitted.tolist(), strict=True) if on]
+        changed = self._calibration.run(fresh, self._plans())
+        for item in fresh if changed else ():
+            self._placements.of(item.group, item.param.device).adopt_(item.state)
         work.attach()
         self._work_key = self._key()  # with the states just created
-        work.settled = all(map(self._calibration.is_done, work.updates))
+        work.settled = all(map(self._calibration.is_done, work.items))
         return changed
+
+    def _plans(self) -> Iterator[tuple[ParamPlan, State]]:
+        """Plan and state of every parameter that has state."""
+        return ((self.plan_of(p, group, name), self.state[p]) for group, name, p in self._params() if self.state.get(p))
 
     def wait(self) -> None:
         """Return once state that is on its way home from a step is there, to be read (``placement="paged"``)."""
         self._placements.wait()
 
     def kernels(self) -> dict[Tensor, str]:
-        """Which kernel took each parameter at the last step: ``"native"`` or ``"reference"``."""
+        """The backend that took each parameter at the last step, by name."""
         work = self._work
-        return {u.whole: kernel for u, kernel in zip(work.updates, work.kernels, strict=True)} if work else {}
+        return {item.whole: name for item, name in zip(work.items, work.backends, strict=True)} if work else {}
 
     # ------------------------------------------------------------ state dict
 

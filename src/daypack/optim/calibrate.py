@@ -1,21 +1,21 @@
-"""What is learned from the first gradients that are not zero: the codebook, and the blocks of the second moment."""
+"""What is learned from the first gradients that are not zero, such as codebooks, and blocks of the second moment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from daypack import sharding
-from daypack.calibration.blocks import block_size_from_scores
-from daypack.calibration.codebook import BINS
-from daypack.formats.block_mean import BlockMean
-from daypack.formats.block_quantized import BlockQuantized
-from daypack.kernels import dispatch, reference
+from daypack.calibration.tools import Tools
+from daypack.formats.base import State, StateFormat
+from daypack.kernels import dispatch
+from daypack.param import ParamPlan, ParamStep
 from daypack.projection import stepped
-from daypack.update import Update
+
+#: A moment that still lacks what its format learns.
+Pupil = tuple[ParamStep, str, StateFormat]
 
 
 class Calibration:
@@ -24,46 +24,41 @@ class Calibration:
     def __init__(self) -> None:
         self._done = WeakIdKeyDictionary()
 
-    def is_done(self, update: Update) -> bool:
-        """Whether the state of an update holds all that it learns."""
-        return all(self._holds(form.learned(update.state, moment)) for moment, form in update.plan.moments)
+    def is_done(self, item: ParamStep) -> bool:
+        """Whether the state of a parameter holds all that it learns."""
+        return all(self._holds(form.learned(item.state, name)) for name, form in item.plan.stored)
 
-    def run(self, updates: Sequence[Update], states: Iterable[dict[str, Tensor]]) -> bool:
-        """Learn what ``updates`` still lack, from their gradients. Those whose gradient is all zeros wait for another.
+    def run(self, items: Sequence[ParamStep], everyone: Iterable[tuple[ParamPlan, State]]) -> bool:
+        """Learn what ``items`` still lack, from their gradients. Those whose gradient is all zeros wait for another.
 
         Args:
-            states: of all parameters in group order; the first codebook among them is taken over.
+            everyone: plan and state of all parameters in group order; what the first of them has learned under the same
+                lesson is taken over.
 
         Returns:
             Whether statistics must be taken once more, because what they are taken over has changed.
         """
-        fresh = [
-            (update, moment, form)
-            for update in updates
-            for moment, form in update.plan.moments
-            if not self._holds(form.learned(update.state, moment)) and not reference.is_zero(update)
-        ]
-        self._learn_codebook(
-            [(u, moment, form) for u, moment, form in fresh if isinstance(form, BlockQuantized)], states
-        )
-        resized = [(update, moment, form) for update, moment, form in fresh if isinstance(form, BlockMean)]
-        for update, moment, form in resized:
-            form.resize_(update.state, moment, update.view, _block_size(update))
-        return bool(resized)
-
-    def _learn_codebook(
-        self, coded: list[tuple[Update, str, BlockQuantized]], states: Iterable[dict[str, Tensor]]
-    ) -> None:
-        if not coded:
-            return
-        levels = next((v for s in states for key, v in s.items() if key.endswith("_codebook") and v.any()), None)
-        if levels is None:
-            levels = dispatch.learn(_histogram(coded), coded[0][2].block_size)
-        for update, moment, _ in coded:
-            update.state[moment + "_codebook"].copy_(levels)
+        lessons: dict[str, list[Pupil]] = {}
+        alone: list[list[Pupil]] = []
+        for item in items:
+            for name, form in item.plan.stored:
+                if self._holds(form.learned(item.state, name)) or item.is_zero():
+                    continue
+                pupil = item, name, form
+                if form.lesson is None:
+                    alone.append([pupil])
+                else:
+                    lessons.setdefault(form.lesson, []).append(pupil)
+        states, again = list(everyone) if lessons else [], False
+        for lesson, pupils in lessons.items():
+            known = known_in(lesson, states)
+            again |= _teach(pupils, _learn(pupils) if known is None else known)
+        for pupils in alone:
+            again |= _teach(pupils, _learn(pupils))
+        return again
 
     def _holds(self, learned: Tensor | None) -> bool:
-        """Whether the tensor that is all zeros until calibration is so no more. Asked of the device once."""
+        """Whether there is nothing to learn, or calibration has filled this tensor. Asked of the device once."""
         if learned is None or learned in self._done:
             return True
         if learned.any():
@@ -72,21 +67,43 @@ class Calibration:
         return False
 
 
-def _histogram(coded: list[tuple[Update, str, BlockQuantized]]) -> Tensor:
-    """Counts over all gradients, on all ranks that hold parts of them: one collective per set of process groups."""
-    members: dict[sharding.Groups, list[tuple[Update, int]]] = {}
-    for update, _, form in coded:
-        members.setdefault(sharding.groups_of(update.whole), []).append((stepped(update), form.block_size))
-    total = torch.zeros(BINS, dtype=torch.int64)
-    for groups, updates in members.items():
-        total += sharding.add_up(groups, dispatch.histogram(updates).to(updates[0][0].param.device)).cpu()
-    return total
+def known_in(lesson: str, states: Iterable[tuple[ParamPlan, State]]) -> Tensor | None:
+    """What the first parameter that has learned ``lesson`` has learned; None if none has."""
+    for plan, state in states:
+        for name, form in plan.stored:
+            learned = form.learned(state, name) if form.lesson == lesson and state else None
+            if learned is not None and learned.any():
+                return learned
+    return None
 
 
-def _block_size(update: Update) -> int:
-    """The size of the blocks that share a second moment, from the gradient's rows on all ranks."""
-    low = stepped(update)
-    rows = low.view.matrices * low.view.rows
-    scores = torch.tensor([*dispatch.block_scores(low), 1.0], dtype=torch.float64, device=low.param.device) * rows
-    *sums, count = sharding.add_up(sharding.groups_of(update.whole), scores).tolist()
-    return block_size_from_scores(low.view.cols, [part / count for part in sums])
+def _learn(pupils: list[Pupil]) -> Tensor:
+    """What follows from the gradients of all ``pupils``, on all ranks: one collective per set of process groups."""
+    members: dict[sharding.Groups, list[tuple[ParamStep, StateFormat]]] = {}
+    for item, _, form in pupils:
+        members.setdefault(sharding.groups_of(item.whole), []).append((stepped(item), form))
+    total = None
+    for groups, many in members.items():
+        part = sum_of([form.gather(low.grad, low.view, _tools(low)) for low, form in many])
+        part = sharding.add_up(groups, part.to(many[0][0].param.device)).cpu()
+        total = part if total is None else total + part
+    assert total is not None
+    (low, form), *_ = next(iter(members.values()))
+    return form.solve(total, low.view, _tools(low))
+
+
+def sum_of(parts: Iterable[Tensor]) -> Tensor:
+    """Their sum, on the CPU if they lie on several devices."""
+    first, *rest = parts
+    for part in rest:
+        first = first + part if part.device == first.device else first.cpu() + part.cpu()
+    return first
+
+
+def _tools(item: ParamStep) -> Tools:
+    return dispatch.tools(item.grad, item.group["fused"])
+
+
+def _teach(pupils: list[Pupil], found: Tensor) -> bool:
+    again = [form.calibrate_(item.state, name, item.view, found) for item, name, form in pupils]
+    return any(again)

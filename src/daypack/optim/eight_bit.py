@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from daypack import sharding
-from daypack.formats.base import StateFormat, geometry, smallest
+from daypack.formats.base import smallest
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
+from daypack.geometry import geometry
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import (
     Group,
@@ -28,8 +29,11 @@ from daypack.optim.options import (
     check_number,
     check_positive,
 )
-from daypack.rules import ADAM, ADAMW, LION, SGD
-from daypack.update import ParamPlan, Rule
+from daypack.param import ParamPlan
+from daypack.rules.adamw import ADAM, ADAMW
+from daypack.rules.base import Rule
+from daypack.rules.lion import LION
+from daypack.rules.sgd import SGD
 
 Map: TypeAlias = Literal["dynamic", "linear", "companded", "learned"]
 #: Codebooks of the first and of the second moment.
@@ -65,7 +69,6 @@ class EightBit(CompressedOptimizer):
 
     structural = ("bits", "map", "block_size", "min_8bit_size")
     rule: ClassVar[Rule]
-    second_moment: ClassVar[bool]
 
     def check_options(self, group: Group, where: str) -> None:
         check_choice(group, "bits", (8, 32), where)
@@ -88,7 +91,7 @@ class EightBit(CompressedOptimizer):
     def _coded(self, shape: torch.Size, dtype: torch.dtype, group: Group) -> ParamPlan:
         wide = group["bits"] == 32 or prod(shape) < group["min_8bit_size"]
         codebooks = () if wide else CODEBOOKS[group["map"]]
-        return _plan(self.rule, self.second_moment, tuple(shape), dtype, codebooks, group["block_size"])
+        return _plan(self.rule, tuple(shape), dtype, codebooks, group["block_size"])
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
         if not sharding.is_fsdp1_piece(param):
@@ -97,14 +100,12 @@ class EightBit(CompressedOptimizer):
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    rule: Rule, second_moment: bool, shape: tuple[int, ...], dtype: torch.dtype, codebooks: tuple[str, ...], block: int
-) -> ParamPlan:
+def _plan(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype, codebooks: tuple[str, ...], block: int) -> ParamPlan:
     view, dense = geometry(shape), Dense()
-    forms: list[StateFormat] = [
-        smallest(view, dtype, dense, BlockQuantized(block, "nearest", codebook)) for codebook in codebooks
-    ] or [dense, dense]
-    return ParamPlan(rule, forms[0], forms[1] if second_moment else None)
+    if not codebooks:
+        return ParamPlan(rule, tuple(dense for _ in rule.moments))
+    coded = (BlockQuantized(block, "nearest", codebooks[moment.squares]) for moment in rule.moments)
+    return ParamPlan(rule, tuple(smallest(view, dtype, dense, form) for form in coded))
 
 
 class AdamW8bit(EightBit):
@@ -117,7 +118,7 @@ class AdamW8bit(EightBit):
     one rounding of the parameter; embeddings are recognised by their group instead of by a global override.
     """
 
-    rule, second_moment = ADAMW, True
+    rule = ADAMW
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class Adam8bit(EightBit):
     decouples it). For everything else see `AdamW8bit` and `EightBit`.
     """
 
-    rule, second_moment = ADAM, True
+    rule = ADAM
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class SGD8bit(EightBit):
     Differs from bitsandbytes: dampening and Nesterov's momentum work; blocks never cross a row.
     """
 
-    rule, second_moment = SGD, False
+    rule = SGD
 
     def __init__(
         self,
@@ -242,7 +243,7 @@ class Lion8bit(EightBit):
     fp32, see `EightBit`.
     """
 
-    rule, second_moment = LION, False
+    rule = LION
 
     def __init__(
         self,

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daypack import sharding
-from daypack.formats.base import accumulator
-from daypack.kernels import reference
+from daypack.geometry import accumulator
 from daypack.kernels.dispatch import Work
-from daypack.update import ParamPlan, Update
+from daypack.param import ParamPlan, ParamStep
 
 #: Numbers of a parameter before its shared statistics: how many ranks have a gradient, how many failed, how many have a
 #: gradient that is not all zeros (where that matters), and the sum of g^2.
@@ -40,8 +39,7 @@ class Exchange:
         groups = [sharding.groups_of(p) for p in self._params]
         sizes = []
         for p, plan in members:
-            form = plan.exp_avg_sq
-            sizes.append(_FLAGS + (form.shared(sharding.local_view(p, plan)) if form else 0))
+            sizes.append(_FLAGS + sum(plan.shared_counts(sharding.local_view(p, plan))))
         self._first = sharding.Buffer(groups, sizes)
         measured = [i for i, (_, plan) in enumerate(members) if plan.rule.measured]
         if measured and away:
@@ -56,19 +54,19 @@ class Exchange:
         self,
         work: Work | None,
         totals: NDArray[np.float64],
-        unsure: Callable[[Update], bool],
+        unsure: Callable[[ParamStep], bool],
         error: ValueError | None,
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Add up statistics of g^2 over all ranks, and learn what they know together.
 
         Args:
             work: observed; None if this rank failed.
-            totals: this rank's sums of g^2, one for each update.
-            unsure: whether it matters that an update's gradient may be all zeros.
+            totals: this rank's sums of g^2, one for each item.
+            unsure: whether it matters that an item's gradient may be all zeros.
             error: what failed here.
 
         Returns:
-            All ranks' sums of g^2, and whether any rank has a gradient, one for each update.
+            All ranks' sums of g^2, and whether any rank has a gradient, one for each item.
 
         Raises:
             ValueError: this rank failed, or another one.
@@ -80,12 +78,13 @@ class Exchange:
             for size, p in zip(self._first.sizes, self._params, strict=True)
         ]
         place = {id(p): i for i, p in enumerate(self._params)}
-        mine = [(k, u, place[id(u.whole)]) for k, u in enumerate(work.updates if work else ()) if id(u.whole) in place]
+        mine = [(k, x, place[id(x.whole)]) for k, x in enumerate(work.items if work else ()) if id(x.whole) in place]
         shared = work.shared_sums() if work else []
-        for k, update, i in mine:
-            flags = [update.whole.grad is not None, 0, unsure(update) and not reference.is_zero(update), totals[k]]
+        for k, item, i in mine:
+            flags = [item.whole.grad is not None, 0, unsure(item) and not item.is_zero(), totals[k]]
             entries[i][:_FLAGS] = torch.tensor(flags, dtype=torch.float64)
-            entries[i][_FLAGS:] = shared[k]
+            if shared[k]:
+                entries[i][_FLAGS:] = torch.cat(shared[k])
         if error is not None:
             for entry in entries:
                 entry[1] = 1
@@ -93,21 +92,23 @@ class Exchange:
         if any(bool(part[1] > 0) for part in sums):
             raise error or ValueError("another rank refused its gradients; its error says why. Nothing was updated")
         together, present = totals.copy(), np.ones(len(totals), bool)
-        for k, update, i in mine:
+        for k, item, i in mine:
             has_grad, _, nonzero, together[k] = sums[i][:_FLAGS].tolist()
             present[k] = has_grad > 0
-            update.zero = not nonzero if unsure(update) else None
-            shared[k].copy_(sums[i][_FLAGS:])
+            item.zero = not nonzero if unsure(item) else None
+            parts = torch.split(sums[i][_FLAGS:], [part.numel() for part in shared[k]])
+            for own, whole in zip(shared[k], parts, strict=True):
+                own.copy_(whole)
         return together, present
 
-    def second(self, squares: dict[int, Tensor], updates: Sequence[Update]) -> dict[int, Tensor]:
-        """Add up what rules measured over whole tensors, by the id of the update."""
-        found = {id(u.whole): u for u in updates if id(u) in squares}
+    def second(self, squares: dict[int, Tensor], items: Sequence[ParamStep]) -> dict[int, Tensor]:
+        """Add up what rules measured over whole tensors, by the id of the item."""
+        found = {id(item.whole): item for item in items if id(item) in squares}
         entries = []
         for p in self._measured:
-            update = found.get(id(p))
+            item = found.get(id(p))
             none = torch.zeros(2, dtype=torch.float64, device=sharding.to_local(p).device)
-            entries.append(none if update is None else squares[id(update)])
+            entries.append(none if item is None else squares[id(item)])
         for p, part in zip(self._measured, self._second.add_up(entries), strict=True):
             if id(p) in found:
                 squares[id(found[id(p)])] = part

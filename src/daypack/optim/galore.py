@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from daypack.formats.dense import Dense
+from daypack.formats.low_rank import project
 from daypack.optim.base import CompressedOptimizer
+from daypack.optim.inner import Inner, inner_names, optimizer_of
 from daypack.optim.options import (
     Group,
     arguments,
@@ -22,18 +21,17 @@ from daypack.optim.options import (
     check_not_negative,
     check_positive,
 )
-from daypack.projection import project
-from daypack.rules import ADAMW
-from daypack.update import ParamPlan, Rule
+from daypack.param import ParamPlan
 
 #: Options of GaLore that the inner optimizer takes over where it has them.
 SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")
 #: Options of inner optimizers that read the parameter itself, which a stand-in is not, or override the learning rate.
-NEUTRAL = {"scale_parameter": False, "relative_step": False}
+NEUTRAL = (("scale_parameter", False), ("relative_step", False))
 #: What makes no sense around a stand-in, why, and what to take.
 UNFIT = {
     "galore": "a stand-in is not projected again; take inner='adamw' or 'gefen'",
     "lamb": "its step is as long as the parameter, and a stand-in starts at zero; take inner='adamw', or daypack.LAMB",
+    "muon": "it needs the matrix itself, which a stand-in is not; take inner='adamw', or daypack.Muon",
     "adam_mini": "its heads and neurons are rows of the parameter, which a stand-in has not; take inner='gefen', whose "
     "second moment is shared too, or daypack.AdamMini",
 }
@@ -125,16 +123,16 @@ class GaLore(CompressedOptimizer):
         unfit = UNFIT.get(group["inner"]) if isinstance(group["inner"], str) else None
         if unfit:
             raise ValueError(f"inner={group['inner']!r} of {where} does not fit: {unfit}")
-        check_choice(group, "inner", inner_names(), where)
+        check_choice(group, "inner", inner_names(UNFIT), where)
         if group["rank"] is not None:
             check_positive(group, "rank", where)
         check_positive(group, "update_proj_gap", where)
         check_not_negative(group, ("scale",), where)
-        _Inner.of(group, where)
+        _inner(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """The inner optimizer's plan, for the low shape where that takes fewer bytes."""
-        inner = _Inner.of(group)
+        inner = _inner(group)
         whole, projection = inner.plan(shape, dtype, group, name), project(tuple(shape), group["rank"])
         if projection is None:
             return whole
@@ -143,7 +141,7 @@ class GaLore(CompressedOptimizer):
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """The inner optimizer's plan for the flat piece."""
-        return _Inner.of(group).plan(shape, dtype, group, name, flat=True)
+        return _inner(group).plan(shape, dtype, group, name, flat=True)
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
         shape = tuple(param.shape)
@@ -155,81 +153,11 @@ class GaLore(CompressedOptimizer):
             )
         if group["rank"] is not None:
             return super().caveat(param, group, name)
-        inner = _Inner.of(group)
-        optimizer = _optimizer(inner)
+        inner = _inner(group)
+        optimizer = optimizer_of(inner)
         return optimizer.caveat(param, inner.group(group), name) if isinstance(optimizer, CompressedOptimizer) else None
 
 
-def inner_names() -> tuple[str, ...]:
-    """Names of the optimizers that GaLore can be put around."""
-    from daypack.optim.registry import REGISTRY
-
-    ours = (name for name, cls in REGISTRY.items() if issubclass(cls, CompressedOptimizer) and name not in UNFIT)
-    return "adamw", *ours
-
-
-@dataclass(frozen=True)
-class _Inner:
-    """The inner optimizer of a group: its class under its name, and the options that only it has, sorted."""
-
-    name: str
-    options: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, group: Group, where: str = "a parameter group") -> _Inner:
-        """The inner optimizer of ``group``, checked.
-
-        Raises:
-            ValueError: it does not take its options.
-        """
-        options = {} if group["inner_options"] is None else group["inner_options"]
-        if not isinstance(options, dict):
-            raise ValueError(f"inner_options of {where} must be a dict or None, got {options!r}")
-        inner = cls(group["inner"], tuple(sorted(options.items())))
-        try:
-            defaults = _defaults(inner)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"inner_options of {where} do not fit {group['inner']!r}: {error}") from error
-        for option in options:
-            if option in group and _shares(option, defaults):
-                raise ValueError(f"inner_options of {where} must not hold {option!r}, which GaLore itself takes")
-        return inner
-
-    def group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of ``group`` as the inner optimizer reads them."""
-        defaults = _defaults(self)
-        shared = {option: group[option] for option in SHARED if _shares(option, defaults)}
-        return {**group, **defaults, **shared}
-
-    def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str, flat: bool = False) -> ParamPlan:
-        optimizer = _optimizer(self)
-        if not isinstance(optimizer, CompressedOptimizer):
-            return ParamPlan(ADAMW, Dense(), Dense())
-        planned = optimizer.plan_partition if flat else optimizer.plan
-        plan = planned(shape, dtype, self.group(group), name)
-        return replace(plan, rule=_translated(plan.rule, self))
-
-
-@lru_cache(maxsize=256)
-def _optimizer(inner: _Inner) -> Optimizer:
-    """An optimizer over nothing: it checks the options, and knows the defaults and the plans."""
-    from daypack.optim.registry import create
-
-    return create(inner.name, [torch.empty(0)], **dict(inner.options))
-
-
-def _defaults(inner: _Inner) -> dict[str, Any]:
-    defaults = _optimizer(inner).defaults
-    neutral = {option: value for option, value in NEUTRAL.items() if option in defaults}
-    return {**defaults, **neutral, **dict(inner.options)}
-
-
-def _shares(option: str, defaults: Mapping[str, Any]) -> bool:
-    """Whether the inner optimizer has GaLore's ``option`` and means the same (Adafactor's eps is a pair)."""
-    return option in SHARED and option in defaults and not (option == "eps" and isinstance(defaults["eps"], tuple))
-
-
-@lru_cache(maxsize=256)
-def _translated(rule: Rule, inner: _Inner) -> Rule:
-    """``rule`` reading its options from a group of GaLore's."""
-    return replace(rule, options=inner.group)
+def _inner(group: Group, where: str = "a parameter group") -> Inner:
+    """The inner optimizer of ``group``, checked."""
+    return Inner.of(group, "inner", SHARED, NEUTRAL, where)

@@ -9,15 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from daypack.formats.base import StateFormat, geometry, smallest
+from daypack.formats.base import StateFormat, smallest
 from daypack.formats.block_mean import BlockMean
 from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.formats.factored import Factored
+from daypack.geometry import geometry
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import Group, arguments, check_adamw, check_block_size, check_choice
-from daypack.rules import ADAMW
-from daypack.update import ParamPlan
+from daypack.param import ParamPlan
+from daypack.rules.adamw import ADAMW
 
 SECOND_MOMENTS: dict[str, StateFormat] = {"factored": Factored(), "blocks": BlockMean()}
 
@@ -97,16 +98,17 @@ class Gefen(CompressedOptimizer):
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Compressed moments from two dims on, each where it takes fewer bytes than fp32; else AdamW's own."""
-        return plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
+        return _plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Codes, and one second moment per block of the flat piece: its rows and columns are not known."""
-        return ParamPlan(ADAMW, BlockQuantized(group["block_size"]), BlockMean())
+        return ParamPlan(ADAMW, (BlockQuantized(group["block_size"]), BlockMean()))
 
 
 @lru_cache(maxsize=4096)
-def plan(shape: tuple[int, ...], dtype: torch.dtype, second_moment: str, block_size: int) -> ParamPlan:
+def _plan(shape: tuple[int, ...], dtype: torch.dtype, second_moment: str, block_size: int) -> ParamPlan:
     """`Gefen.plan` as a function of its options, remembered, because it is asked for at every step."""
     view, dense = geometry(shape), Dense()
     m = smallest(view, dtype, dense, BlockQuantized(block_size)) if len(shape) > 1 else dense
-    return ParamPlan(ADAMW, m, m if m == dense else smallest(view, dtype, dense, SECOND_MOMENTS[second_moment]))
+    v = m if m == dense else smallest(view, dtype, dense, SECOND_MOMENTS[second_moment])
+    return ParamPlan(ADAMW, (m, v))

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from daypack.formats.base import StateFormat, geometry, smallest
-from daypack.formats.block_quantized import BlockQuantized
-from daypack.formats.dense import Dense
-from daypack.formats.factored import Factored
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import Group, arguments, check_adamw, check_block_size, check_choice
-from daypack.rules import LAMB as RULE
-from daypack.update import ParamPlan
-
-SECOND_MOMENTS: dict[str, StateFormat] = {"dense": Dense(), "factored": Factored()}
+from daypack.optim.plans import SECOND_MOMENTS, smallest_plan
+from daypack.param import ParamPlan
+from daypack.rules.lamb import LAMB as RULE
 
 
 class LAMB(CompressedOptimizer):
@@ -94,14 +88,4 @@ class LAMB(CompressedOptimizer):
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
         """Compressed moments from two dims on, each where it takes fewer bytes than fp32."""
-        return plan(tuple(shape), dtype, group["bits"], group["second_moment"], group["block_size"])
-
-
-@lru_cache(maxsize=4096)
-def plan(shape: tuple[int, ...], dtype: torch.dtype, bits: int, second_moment: str, block_size: int) -> ParamPlan:
-    """`LAMB.plan` as a function of its options, remembered, because it is asked for at every step."""
-    view, dense = geometry(shape), Dense()
-    matrix = len(shape) > 1
-    m = smallest(view, dtype, dense, BlockQuantized(block_size)) if matrix and bits == 8 else dense
-    v = smallest(view, dtype, dense, SECOND_MOMENTS[second_moment]) if matrix else dense
-    return ParamPlan(RULE, m, v)
+        return smallest_plan(RULE, tuple(shape), dtype, group["bits"], group["second_moment"], group["block_size"])

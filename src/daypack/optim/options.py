@@ -80,11 +80,11 @@ def check_not_negative(group: Group, options: Sequence[str], where: str) -> None
             raise ValueError(f"{option} of {where} must not be negative, got {group[option]!r}")
 
 
-def check_betas(group: Group, where: str) -> None:
-    """``betas`` are two numbers in [0, 1)."""
-    betas = _get(group, "betas", where)
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ValueError(f"betas of {where} must be two numbers in [0, 1), got {betas!r}")
+def check_betas(group: Group, where: str, count: int = 2) -> None:
+    """``betas`` are ``count`` numbers in [0, 1)."""
+    betas, words = _get(group, "betas", where), {2: "two", 3: "three"}
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != count:
+        raise ValueError(f"betas of {where} must be {words[count]} numbers in [0, 1), got {betas!r}")
     for beta in betas:
         if not 0 <= number(beta, "betas", where) < 1:
             raise ValueError(f"betas of {where} must lie in [0, 1), got {betas!r}")

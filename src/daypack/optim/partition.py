@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from daypack.formats.base import geometry
 from daypack.formats.line_mean import LineMean, Segments
+from daypack.geometry import geometry
 from daypack.optim.options import plain_name
 
 #: Pattern for names, rule, and why; the first pattern that matches decides.

@@ -10,11 +10,14 @@ from torch.optim import Optimizer
 
 from daypack.optim.adafactor import Adafactor
 from daypack.optim.adam_mini import AdamMini
+from daypack.optim.ademamix import AdEMAMix
+from daypack.optim.adopt import ADOPT
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from daypack.optim.galore import GaLore
 from daypack.optim.gefen import Gefen
 from daypack.optim.lamb import LAMB
+from daypack.optim.muon import Muon
 
 REGISTRY: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -29,6 +32,9 @@ REGISTRY: dict[str, type[Optimizer]] = {
     "adafactor": Adafactor,
     "lamb": LAMB,
     "galore": GaLore,
+    "adopt": ADOPT,
+    "ademamix": AdEMAMix,
+    "muon": Muon,
 }
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from daypack import sharding
 from daypack.formats.base import ComponentSpec, State
+from daypack.optim import validate
 from daypack.optim.options import Group, param_name, plain_name
-from daypack.update import ParamPlan
+from daypack.param import ParamPlan
+from daypack.rules.base import PLAIN_MEANS
 
 if TYPE_CHECKING:
     from daypack.optim.base import CompressedOptimizer
@@ -123,6 +125,11 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
             f"{type(optimizer).__name__} decouples it (AdamW); load it into the optimizer that saved it"
         )
+    if not {"rule", "nonfinite"} & group.keys() and (odd := _peculiar(optimizer, live)):
+        raise ValueError(
+            f"parameter group {index} of the state_dict does not say which rule it was saved under, and {odd}; turn it "
+            "into this optimizer's with daypack.convert"
+        )
     group.setdefault("rule", live.get("rule"))
     foreign = [option for option in _DECAYS if option in group and option not in optimizer.defaults]
     if foreign:
@@ -144,6 +151,12 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
             )
 
 
+def _peculiar(optimizer: CompressedOptimizer, group: Group) -> str:
+    """What of the rule's moments no other rule's can be taken for; empty if they are plain means."""
+    odd = (moment for moment in optimizer.main_rule(group).moments if moment.meaning.of not in PLAIN_MEANS)
+    return next((f"{moment.name} must be a mean of {moment.meaning.of}" for moment in odd), "")
+
+
 def _frozen(value: Any) -> Any:
     """``value`` with tuples for lists, which a gathered state dict has in their place."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
@@ -151,8 +164,7 @@ def _frozen(value: Any) -> Any:
 
 def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
     """State keys of a parameter (of the whole of it) as ``state_dict()`` shows them; all but ``step``."""
-    view = plan.view(param.shape)
-    return {m + spec.suffix: spec for m, form in plan.moments for spec in form.saved(view, param.dtype)}
+    return plan.specs(param.shape, param.dtype, saved=True)
 
 
 def part_of(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +177,7 @@ def part_of(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, 
 def shown(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
     """What ``state_dict()`` shows in another shape than the live state has."""
     part, specs, view = part_of(param, plan, state), specs_of(param, plan), sharding.local_view(param, plan)
-    changed = {key: value for moment, form in plan.moments for key, value in form.save(part, moment, view).items()}
+    changed = {key: value for moment, form in plan.stored for key, value in form.save(part, moment, view).items()}
     return {key: sharding.wrap(param, value, specs[key]) for key, value in changed.items()}
 
 
@@ -175,7 +187,7 @@ def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, 
         if isinstance(value, Keep):
             state[key] = value.copy(param)
     part = part_of(param, plan, state)
-    for moment, form in plan.moments:
+    for moment, form in plan.stored:
         form.load_(part, moment, sharding.local_view(param, plan))
     return part
 
@@ -183,61 +195,40 @@ def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
     """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
     plan = optimizer.plan_of(param, group, name)
-    view = plan.view(param.shape)
-    if group["rule"] not in (None, plan.rule.name):
+    rule, cls = optimizer.main_rule(group).name, type(optimizer).__name__
+    if group["rule"] not in (None, rule):
         raise ValueError(
-            f"the state of parameter {name} was saved under the rule {group['rule']!r}, {type(optimizer).__name__} "
-            f"steps by {plan.rule.name!r}; load it into the optimizer that saved it"
+            f"the state of parameter {name} was saved under the rule {group['rule']!r}, {cls} steps by {rule!r}; load "
+            "it into the optimizer that saved it"
         )
-    specs = specs_of(param, plan)
-    expected = {"step", *specs}
-    for key in [key for key in specs if key in entry]:  # compared before the sets of keys: a wrong shape tells more
-        value, spec = entry[key], specs[key]
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{key} of parameter {name} must be a tensor, got {type(value).__name__}")
-        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
-            raise ValueError(
-                f"{key} of parameter {name} (shape {tuple(param.shape)}) must be {spec.dtype} of shape {spec.shape}, "
-                f"got {value.dtype} of shape {tuple(value.shape)}; the state belongs to another parameter"
-            )
-    if set(entry) != expected:
-        raise ValueError(
-            f"the state of parameter {name} (shape {tuple(param.shape)}) does not belong to {type(optimizer).__name__} "
-            f"with these options: it has {sorted(map(str, entry))}, needed are {sorted(expected)}; load it into the "
-            "optimizer that saved it"
-        )
+    specs = {"step": STEP, **specs_of(param, plan)}
     here = {key: sharding.to_local(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-    for moment, form in plan.moments:
-        fault = form.fault(here, moment, view)
-        if fault:
-            raise ValueError(f"the state of parameter {name} is damaged: {fault}; load an undamaged checkpoint")
+    wrong = validate.misfits({key: spec for key, spec in specs.items() if key != "step"}, entry)
+    wrong += [] if "step" in entry else ["step is missing"]
+    if wrong := wrong + validate.unknown(specs, entry):
+        raise ValueError(
+            f"the state of parameter {name} (shape {tuple(param.shape)}) does not fit {cls} with these options: "
+            f"{'; '.join(wrong[:3])}; load it into the optimizer that saved it"
+        )
+    if damaged := validate.damage(validate.parts_of(plan), here, plan.view(param.shape)):
+        raise ValueError(f"the state of parameter {name} is damaged: {damaged[0]}; load an undamaged checkpoint")
     step = _step(entry["step"], name)
-    if step == 0 and any(here[key].any() for key in specs):
+    if step == 0 and any(here[key].any() for key in specs if key != "step"):
         raise ValueError(f"the state of parameter {name} is damaged: step is 0 though it holds moments")
-    return {"step": Keep(step, STEP), **{key: Keep(entry[key], specs[key]) for key in specs}}
+    return {key: Keep(step if key == "step" else entry[key], spec) for key, spec in specs.items()}
 
 
 def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
     """Refuse to step state that was laid out for another dtype or other options: they cannot change once it exists."""
-    view = sharding.local_view(param, plan)
-    for moment, form in plan.moments:
-        for live, saved in zip(form.components(view, param.dtype), form.saved(view, param.dtype), strict=True):
-            stored = state.get(moment + live.suffix)
-            # Where live and saved shapes differ, the live one depends on data, and only the leading dims are fixed.
-            fixed = len(live.shape) if live == saved else -1
-            if stored is None or stored.dtype != live.dtype or tuple(stored.shape)[:fixed] != live.shape[:fixed]:
-                raise ValueError(
-                    f"the state of parameter {name} is not laid out as its dtype ({param.dtype}) and options say; "
-                    f"{', '.join(optimizer.structural)} and a change to or from float64 need a new optimizer"
-                )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    specs = validate.live_specs(plan, sharding.local_view(param, plan), param.dtype)
+    if wrong := validate.misfits(specs, state):
+        raise ValueError(
+            f"the state of parameter {name} is not laid out as its dtype ({param.dtype}) and options say ({wrong[0]}); "
+            f"{', '.join(optimizer.structural)} and a change to or from float64 need a new optimizer"
+        )
 
 
 def _step(value: Any, name: str) -> Tensor:
-    number = float(value) if isinstance(value, (int, float)) or _is_number(value) else -1.0
-    if not (number >= 0 and number.is_integer()):
+    if not validate.is_count(value):
         raise ValueError(f"step of parameter {name} must be a whole number from 0, got {value!r}")
-    return torch.tensor(number, dtype=torch.float32)
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu")

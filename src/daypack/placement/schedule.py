@@ -12,10 +12,10 @@ from torch import Tensor
 
 from daypack.formats.base import ComponentSpec, State
 from daypack.kernels.dispatch import Work
+from daypack.param import ParamStep
 from daypack.placement.base import Placement, Resident
 from daypack.placement.mapped import Mapped
 from daypack.placement.staged import Staged
-from daypack.update import Update
 
 PLACEMENTS = ("resident", "paged")
 #: Bytes of state that are brought in together; a larger parameter comes alone. Two pieces are in at a time.
@@ -56,26 +56,26 @@ class Placements:
 
     def apply(self, work: Work, admitted: NDArray[np.bool_]) -> None:
         """`Work.apply`, one piece of state after the other: while one is stepped, the next is on its way."""
-        pieces = _pieces(work.updates, admitted)
-        coming = self._fetch(work.updates, pieces[0]) if pieces else []
+        pieces = _pieces(work.items, admitted)
+        coming = self._fetch(work.items, pieces[0]) if pieces else []
         for piece, following in zip(pieces, [*pieces, []][1:], strict=True):
-            present, coming = coming, self._fetch(work.updates, following)
-            mask = np.zeros(len(work.updates), bool)
+            present, coming = coming, self._fetch(work.items, following)
+            mask = np.zeros(len(work.items), bool)
             mask[piece] = True
             try:
-                for update, placement, _, working in present:
-                    update.state = placement.ready(working)
+                for item, placement, _, working in present:
+                    item.state = placement.ready(working)
                 work.apply(mask, last=not following)
             finally:
-                for update, _, home, _ in present:
-                    update.state = home
+                for item, _, home, _ in present:
+                    item.state = home
             for _, placement, home, working in present:
                 placement.release(home, working)
 
-    def _fetch(self, updates: list[Update], piece: list[int]) -> list[tuple[Update, Placement, State, State]]:
-        """Updates of a piece with their placement, their state at home, and that which is on its way."""
-        chosen = [(updates[i], self.of(updates[i].group, updates[i].param.device)) for i in piece]
-        return [(update, placement, update.state, placement.fetch(update.state)) for update, placement in chosen]
+    def _fetch(self, items: list[ParamStep], piece: list[int]) -> list[tuple[ParamStep, Placement, State, State]]:
+        """ParamSteps of a piece with their placement, their state at home, and that which is on its way."""
+        chosen = [(items[i], self.of(items[i].group, items[i].param.device)) for i in piece]
+        return [(item, placement, item.state, placement.fetch(item.state)) for item, placement in chosen]
 
 
 def _make(kind: str, spill_dir: str | None, device: torch.device) -> Placement:
@@ -88,12 +88,12 @@ def _make(kind: str, spill_dir: str | None, device: torch.device) -> Placement:
     raise ValueError(f"placement='paged' works for parameters on cpu and cuda, not on {device}; leave it 'resident'")
 
 
-def _pieces(updates: list[Update], admitted: NDArray[np.bool_]) -> list[list[int]]:
-    """The indices of the admitted updates, in runs whose state takes at most `PIECE_BYTES` together."""
+def _pieces(items: list[ParamStep], admitted: NDArray[np.bool_]) -> list[list[int]]:
+    """The indices of the admitted items, in runs whose state takes at most `PIECE_BYTES` together."""
     pieces: list[list[int]] = []
     room = 0
     for i in np.flatnonzero(admitted).tolist():
-        size = sum(value.nbytes for value in updates[i].state.values() if isinstance(value, Tensor))
+        size = sum(value.nbytes for value in items[i].state.values() if isinstance(value, Tensor))
         if not pieces or size > room:
             pieces.append([])
             room = PIECE_BYTES

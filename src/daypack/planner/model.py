@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from daypack.optim.groups import param_groups
 from daypack.optim.options import check_initialized
+from daypack.optim.size import tensor_bytes
 from daypack.planner.transformer import TransformerShape
 
 #: (micro-batch, sequence) -> the arguments of the module's forward, on the meta device.
@@ -119,11 +120,10 @@ def from_module(
         ParamSpec(key, tuple(p.shape), p.dtype, p.requires_grad, options.get(key, ()))
         for key, p in module.named_parameters()
     )
-    buffers = {id(b): b.numel() * b.element_size() for b in module.buffers()}
     return ModelSpec(
         name or type(module).__name__,
         params,
-        sum(buffers.values()),
+        tensor_bytes(*module.buffers()),
         meta_twin(module),
         transformer,
         inputs,

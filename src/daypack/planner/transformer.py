@@ -90,7 +90,7 @@ class TransformerShape:
 
 #: Width over depth of published decoders (Llama 7 B: 4096 / 32), and the size of their heads.
 ASPECT, HEAD = 128, 128
-VOCABULARY = 32000
+LLAMA_VOCABULARY = 32000
 
 
 def stand_in(parameters: int) -> tuple[list[tuple[str, tuple[int, ...]]], TransformerShape]:
@@ -107,4 +107,4 @@ def stand_in(parameters: int) -> tuple[list[tuple[str, tuple[int, ...]]], Transf
     shapes += [("vector", (vector,))] if vector else []
     heads = hidden // HEAD
     mlp = round(8 * hidden / 3 / HEAD) * HEAD
-    return shapes, TransformerShape(layers, hidden, heads, heads, HEAD, mlp, VOCABULARY)
+    return shapes, TransformerShape(layers, hidden, heads, heads, HEAD, mlp, LLAMA_VOCABULARY)

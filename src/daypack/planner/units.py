@@ -24,7 +24,7 @@ _ALIASES = {
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``24GB`` (24e9), ``24GiB`` (24 x 2^30) or ``800MB``.
+    """Read the bytes of ``24GB`` (24e9), ``24GiB`` (24 x 2^30) or ``800MB``.
 
     Raises:
         ValueError: not such a size, or not positive.
@@ -38,7 +38,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters: ``7B``, ``350M``, ``1.3e9`` or ``7000000``.
+    """Read a number of parameters: ``7B``, ``350M``, ``1.3e9`` or ``7000000``.
 
     Raises:
         ValueError: not such a number, or not between 1 and 1e15.

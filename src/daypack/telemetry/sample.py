@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack import sharding
-from daypack.calibration.maps import is_unsigned
-from daypack.formats.base import Chunk, Geometry, State, StateFormat, accumulator, read
-from daypack.formats.block_quantized import BlockQuantized
+from daypack.formats.base import State, StateFormat
+from daypack.geometry import Chunk, Geometry, accumulator, read
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.options import Group, param_name
+from daypack.optim.size import value_bytes
 from daypack.optim.state_dict import part_of
-from daypack.planner.report import value_bytes
-from daypack.update import Elements, Norms, ParamPlan
+from daypack.param import ParamPlan
+from daypack.rules.base import Elements, Moment
 
 #: Elements of each parameter whose movement is measured.
 MOVED = 1024
@@ -29,13 +29,11 @@ MOVED = 1024
 DECODED = 4096
 #: A moment is decoded over runs of columns of at least this many elements, if its blocks are not longer.
 RUN = 256
-#: Its first moment averages clipped updates, which are not known afterwards.
-_NOT_FOLLOWED = "adafactor"
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """The first moment of one parameter before the step: what is needed to know it exactly after the step."""
+class _Before:
+    """A moment of one parameter before the step: what is needed to know it exactly after the step."""
 
     steps: int
     stored: Tensor
@@ -56,14 +54,14 @@ class Sample:
         self._places = (torch.arange(MOVED) + torch.rand(MOVED, generator=generator, dtype=torch.float64)) / MOVED
         self._corner: list[float] = torch.rand(3, generator=generator).tolist()
         self._before = {p: self._elements(p) for group in optimizer.param_groups for p in group["params"]}
-        self._moments: dict[Tensor, _Moment] = {}
+        self._moments: dict[tuple[Tensor, str], _Before] = {}
         for p, _, plan, state, view in _ours(optimizer):
-            form = plan.exp_avg
-            if isinstance(form, BlockQuantized) and plan.rule.name != _NOT_FOLLOWED and not plan.projection:
-                chunk = self._chunk(view, form)
-                stored = form.decode(state, "exp_avg", view, chunk)
-                param = read(sharding.to_local(p), view, chunk).to(stored.dtype, copy=True)
-                self._moments[p] = _Moment(int(state["step"]), stored, param)
+            for moment, form in plan.kept:
+                if _is_followed(plan, moment) and form.codes(state, moment.name, view) is not None:
+                    chunk = self._chunk(view, form)
+                    stored = form.decode(state, moment.name, view, chunk)
+                    param = read(sharding.to_local(p), view, chunk).to(stored.dtype, copy=True)
+                    self._moments[p, moment.name] = _Before(int(state["step"]), stored, param)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> dict[str, float]:
@@ -104,23 +102,25 @@ class Sample:
         totals: dict[str, float] = defaultdict(float)
         weights: dict[str, float] = defaultdict(float)
         for p, group, plan, state, view in _ours(optimizer):
-            for name, form in plan.moments:
-                if not isinstance(form, BlockQuantized):
+            for moment, form in plan.kept:
+                name = moment.name
+                codes = form.codes(state, name, view)
+                if codes is None:
                     continue
                 chunk = self._chunk(view, form)
                 stored = form.decode(state, name, view, chunk)
-                extreme = _extreme(form, read(state[name + "_codes"], view, chunk))
-                weight = float(state[name + "_codes"].numel())
+                extreme = codes.is_end().to(stored.device)[codes.read(chunk)[0].int()]
+                weight = float(view.matrices * view.rows * view.cols)
                 for key, flags in ((f"{name}/saturated", extreme), (f"{name}/zero", stored == 0)):
                     totals[key] += weight * float(flags.float().mean())
                     weights[key] += weight
-                before = self._moments.get(p) if name == "exp_avg" else None
+                before = self._moments.get((p, name))
                 if before is None or int(state["step"]) == before.steps or not _lies_alike(p):
                     continue
-                exact = _first_moment(p, group, plan, view, chunk, before, int(state["step"]))
+                exact = _unrounded(p, group, plan, name, view, chunk, before, int(state["step"]))
                 each = weight / exact.numel()
-                totals["exp_avg/radial_bias"] += each * float(((stored - exact) * exact).sum(dtype=torch.float64))
-                weights["exp_avg/radial_bias"] += each * float(exact.square().sum(dtype=torch.float64))
+                totals[f"{name}/radial_bias"] += each * float(((stored - exact) * exact).sum(dtype=torch.float64))
+                weights[f"{name}/radial_bias"] += each * float(exact.square().sum(dtype=torch.float64))
         return {name: totals[name] / weights[name] for name in totals if weights[name]}
 
     def _chunk(self, view: Geometry, form: StateFormat) -> Chunk:
@@ -153,19 +153,19 @@ def _lies_alike(p: Tensor) -> bool:
     return p.grad is not None and getattr(p.grad, "placements", None) == getattr(p, "placements", None)
 
 
-def _first_moment(
-    p: Tensor, group: Group, plan: ParamPlan, view: Geometry, chunk: Chunk, before: _Moment, steps: int
+def _is_followed(plan: ParamPlan, moment: Moment) -> bool:
+    """Whether a moment after a step can be told from a sample of it and of the gradient."""
+    return moment.alone and not moment.squares and plan.projection is None
+
+
+def _unrounded(
+    p: Tensor, group: Group, plan: ParamPlan, name: str, view: Geometry, chunk: Chunk, before: _Before, steps: int
 ) -> Tensor:
-    """The first moment before it was rounded: the rule's own, from what was stored before and the gradient."""
+    """A moment before it was rounded: the rule's own, from what was stored before and the gradient."""
     hyper = plan.rule.at(group, steps)
     grad = read(sharding.to_local(cast(Tensor, p.grad)), view, chunk).to(before.stored.dtype)
-    seen = Elements(before.param, hyper.seen(grad, before.param), before.stored, torch.ones_like(before.stored))
-    return cast(Tensor, plan.rule.direction(seen, hyper, Norms(0.0, 0.0, 1))[1])
-
-
-def _extreme(form: BlockQuantized, codes: Tensor) -> Tensor:
-    """Which codes stand for the largest values that there are: both ends, or of an unsigned map the upper one."""
-    return codes == 255 if is_unsigned(form.codebook) else (codes == 0) | (codes == 255)
+    seen = hyper.seen(grad, before.param)
+    return Elements(plan.rule, hyper, before.param, seen, {name: before.stored}).new(name)
 
 
 def _state_bytes(optimizer: Optimizer) -> dict[str, float]:
@@ -190,6 +190,6 @@ def _formats(optimizer: Optimizer, p: Tensor, group: Group, name: str) -> dict[A
     view = plan.view(p.shape)
     return {
         moment + spec.suffix: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(form).__name__).lower()
-        for moment, form in plan.moments
+        for moment, form in plan.stored
         for spec in form.components(view, p.dtype)
     }

@@ -1,0 +1,1 @@
+"""The backend of C++ kernels for CPUs."""

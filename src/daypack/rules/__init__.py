@@ -1,0 +1,1 @@
+"""Update rules: pure functions on fp32 (fp64) tensors that read like their papers. They know nothing of storage."""
