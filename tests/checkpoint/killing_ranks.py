@@ -22,8 +22,8 @@ from daypack.checkpoint import file as files
 from daypack.checkpoint import load_file, save_file
 
 from ..conformance.scene import assert_same, parameters, train
-from ..distributed.ranks import fresh
 from ..distributed.scene import mesh, set_gradients, sharded
+from ..processes import fresh
 
 SHAPES = {f"layer.{i}": (512, 1280) for i in range(3)} | {"bias": (300,)}
 KILLS, WORLD = 4, 2

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +18,7 @@ import torch.distributed as dist
 from daypack.calibration import tools
 from daypack.kernels.native import calibration, library
 
-#: What takes seconds to import, and what every rank needs. Nothing of it starts a thread.
-PRELOADED = [
-    "daypack.checkpoint",
-    "hypothesis",
-    "pytest",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.distributed.tensor",
-]
-
-
-@lru_cache(maxsize=1)
-def fresh() -> Any:
-    """A context whose processes are new ones without anything of this one, in a tenth of a second instead of four.
-
-    They are forked from a server that has done nothing but import; it starts once and ends with this process.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+from ..processes import fresh, join
 
 
 def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 100) -> list[Any]:
@@ -59,16 +33,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 1
         ranks = [fresh().Process(target=_rank, args=(rank, world, folder)) for rank in range(world)]
         for process in ranks:
             process.start()
-        deadline = time.monotonic() + timeout
-        try:
-            for process in ranks:
-                process.join(max(0.0, deadline - time.monotonic()))
-            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-        finally:
-            for process in ranks:
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        late = join(ranks, timeout)
         errors = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("error*"))]
         assert not errors, "\n".join(errors)
         assert not late, f"ranks {late} were not done after {timeout} s"

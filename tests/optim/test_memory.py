@@ -22,8 +22,9 @@ daypack.Gefen([small], second_moment=second_moment).step()
 
 p = torch.nn.Parameter(torch.ones(rows, 128 * 1024 * 1024 // rows))
 p.grad = torch.empty_like(p)
+noise = torch.randn(1 << 20)
 for part in p.grad.view(-1).split(1 << 20):
-    part.normal_()
+    part.copy_(noise)
 optimizer = daypack.Gefen([p], second_moment=second_moment)
 before = peak()
 for _ in range(steps):
