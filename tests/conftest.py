@@ -1,11 +1,17 @@
-"""Shared by every test: one thread (these tests run on few, shared cores), a pinned hypothesis profile, codebooks."""
+"""Shared by every test: one thread (these tests run on few, shared cores), a pinned hypothesis profile, codebooks.
+
+With ``--quick``, for while one writes: formats, calibration, optimizers, rules beside their twins, and one case of each
+other scenario of the conformance suite, spread over the optimizers.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 # For numpy, torch and every process that a test starts. Where a test wants more threads than there are cores, the ones
@@ -55,3 +61,38 @@ def remembered_codebooks() -> Iterator[None]:
             how = lambda: (library.cpu(), torch.get_num_threads())  # noqa: E731
             patch.setattr(calibration, "optimal_levels", remembered(calibration.optimal_levels, how))
         yield
+
+
+QUICK = ("calibration", "conformance", "formats", "optim", "reference", "rules")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only " + ", ".join(QUICK) + "; one case of each scenario")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the rooms of the tests, leave out what is not `QUICK`, unread."""
+    here = Path(__file__).parent
+    outside = collection_path.parent == here and collection_path.name not in QUICK
+    return True if outside and config.getoption("quick") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("quick"):
+        return
+    scenarios: dict[str, list[Any]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            alone = "conformance" not in item.path.parts or item.path.stem.endswith("_math")
+            scenarios.setdefault(item.nodeid if alone else item.nodeid.partition("[")[0], []).append(item)
+    seen: Counter[str] = Counter()
+    chosen = set()
+    for ids in scenarios.values():
+        # The optimizer that came up least so far; its ids in turn, so that dtypes and other variants come up too.
+        cases = {str(item.callspec.params["case"]) for item in ids if "case" in getattr(item, "fixturenames", ())}
+        case = min(sorted(cases), key=seen.__getitem__, default="")
+        of_case = [item for item in ids if not case or str(item.callspec.params["case"]) == case]
+        chosen.add(of_case[seen[case] % len(of_case)] if case else of_case[0])
+        seen[case] += 1
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]

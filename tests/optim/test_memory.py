@@ -33,6 +33,7 @@ print(peak() - before - daypack.state_report(optimizer).total_bytes / 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak resident size as Linux reports it")
 @pytest.mark.parametrize(
     ("rows", "steps", "second_moment"), [(32768, 2, "factored"), (32768, 1, "blocks"), (1, 1, "factored")]
