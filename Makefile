@@ -4,13 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test check format bench bench-others sanitize clean
+.PHONY: demo test quick check format bench bench-others sanitize clean
 
 demo: $(READY)
 	$(BIN)/daypack compare --optimizers adamw,gefen --out runs --name demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# For while one writes, under a minute: formats, calibration, rules, optimizers, one case of each conformance scenario.
+quick: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --quick
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import daypack
 from daypack.checkpoint import file as files
@@ -24,6 +23,7 @@ from daypack.checkpoint import load_file, save_file
 
 from ..conformance.scene import assert_same, parameters, train
 from ..distributed.scene import mesh, set_gradients, sharded
+from ..processes import fresh
 
 SHAPES = {f"layer.{i}": (512, 1280) for i in range(3)} | {"bias": (300,)}
 KILLS, WORLD = 4, 2
@@ -56,9 +56,8 @@ def main(folder: Path) -> None:
     reference, params = make(False)
     save_file(reference, path, {"step": "0"})  # the first set of shards replaces a whole file
     taken, chance, partial = 0, random.Random(0), 0
-    context = mp.get_context("spawn")
     for kill in range(KILLS):
-        ranks = [context.Process(target=rank, args=(i, path, str(folder / f"store{kill}"))) for i in range(WORLD)]
+        ranks = [fresh().Process(target=rank, args=(i, path, str(folder / f"store{kill}"))) for i in range(WORLD)]
         for process in ranks:
             process.start()
         try:
@@ -68,6 +67,7 @@ def main(folder: Path) -> None:
             while time.monotonic() < deadline and (skip or not temporaries()):
                 now = path.stat().st_ino
                 skip, before = max(0, skip - (now != before)), now
+                time.sleep(0.0005)  # a write takes far longer; looking all the time takes the ranks' cores
             time.sleep(0.02 * chance.random())
             assert all(process.is_alive() for process in ranks), "a rank ended by itself"
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ STEPS = 6
 
 
 def trained(case: Case, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    params = parameters(dtype)
-    optimizer = case.create(params.items())
-    train(optimizer, params, range(steps))
-    return optimizer, params
+    """An optimizer and its parameters: copies of those that were trained first, for copies go on bit for bit."""
+    key = (str(case), steps, dtype)
+    if key not in TRAINED:
+        params = parameters(dtype)
+        optimizer = case.create(params.items())
+        train(optimizer, params, range(steps))
+        TRAINED[key] = optimizer, params
+    return copy.deepcopy(TRAINED[key])
+
+
+TRAINED: dict[tuple[str, int, torch.dtype], tuple[Any, Any]] = {}
 
 
 @pytest.mark.parametrize(("case", "other"), PAIRS, ids=lambda c: str(c))

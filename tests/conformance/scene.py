@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +32,21 @@ SHAPES: dict[str, tuple[int, ...]] = {
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+Made = TypeVar("Made", bound=Callable[..., Tensor])
+
+
+def remembered(make: Made) -> Made:
+    """``make(shape, *key)``, which keeps what thousands of tests want again, and hands out copies."""
+    kept = lru_cache(maxsize=1024, typed=True)(make)
+
+    def made(shape: Sequence[int], *key: int | str) -> Tensor:
+        shape = tuple(shape)
+        return kept(shape, *key).clone() if prod(shape) < 1 << 16 else make(shape, *key)
+
+    return cast(Made, made)
+
+
+@remembered
 def noise(shape: Sequence[int], *key: int | str) -> Tensor:
     """Normal fp64 numbers that depend on ``key`` alone; the global generator is not touched."""
     seed = hash_of(key)
@@ -51,6 +68,11 @@ def parameters(
 
 def gradient(name: str, shape: Sequence[int], step: int, seed: int = 0) -> Tensor:
     """A gradient whose rows and columns differ in size by orders of magnitude, as real ones do. fp64."""
+    return _gradient(shape, name, step, seed)
+
+
+@remembered
+def _gradient(shape: Sequence[int], name: str, step: int, seed: int) -> Tensor:
     g = 0.01 * noise(shape, "grad", name, step, seed)
     if len(shape) >= 2:
         g = g * torch.exp(noise((shape[0],) + (1,) * (len(shape) - 1), "rows", name, seed))
@@ -123,7 +145,10 @@ def values(params: Params) -> dict[str, Tensor]:
 def state_of(optimizer: torch.optim.Optimizer, params: Params) -> dict[str, dict[str, Any]]:
     """A copy of the live state under the parameters' names."""
     names = {id(p): name for name, p in params.items()}
-    return {names[id(p)]: copy.deepcopy(dict(state)) for p, state in optimizer.state.items()}
+    return {
+        names[id(p)]: {k: v.clone() if type(v) is Tensor else copy.deepcopy(v) for k, v in state.items()}
+        for p, state in optimizer.state.items()
+    }
 
 
 def snapshot(optimizer: torch.optim.Optimizer, params: Params) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def parameters(dtype: torch.dtype = torch.float32) -> Params:
 
 
 def sharded(params: Params, on: DeviceMesh, placements: tuple[Placement, ...] = (Shard(0),)) -> Params:
-    return {name: Parameter(distribute_tensor(p.detach(), on, placements)) for name, p in params.items()}
+    parts = {name: distribute_tensor(p.detach(), on, placements, src_data_rank=None) for name, p in params.items()}
+    return {name: Parameter(part) for name, part in parts.items()}
 
 
 def like(p: Tensor, full: Tensor) -> Tensor:
@@ -63,10 +64,31 @@ def whole(tensor: Any) -> Any:
 
 def content(params: Params, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All of the parameters and of their state."""
-    found = {name: whole(p) for name, p in params.items()}
+    found: dict[str, Any] = dict(params)
     for name, p in params.items():
-        found |= {f"{name}.{key}": whole(value) for key, value in optimizer.state.get(p, {}).items()}
-    return found
+        found |= {f"{name}.{key}": value for key, value in optimizer.state.get(p, {}).items()}
+    return found | {key: whole(value) for key, value in (found | _gathered(found)).items()}
+
+
+def _gathered(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """All of those ``tensors`` that are sharded over all ranks along dim 0, by one collective for them together."""
+    parted = {
+        key: value
+        for key, value in tensors.items()
+        if isinstance(value, DTensor)
+        and value.placements == (Shard(0),)
+        and value.device_mesh.shape == (dist.get_world_size(),)
+    }
+    if not parted:
+        return {}
+    mine = {key: value.to_local().detach() for key, value in parted.items()}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    for key, value in parted.items():
+        together = torch.cat([part[key] for part in parts])
+        assert together.shape == value.shape, key
+        mine[key] = together
+    return mine
 
 
 #: State that needs nothing from other ranks, and is equal to the bit.

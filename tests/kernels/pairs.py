@@ -28,10 +28,10 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "prime": (5, 1009),
     "short": (300, 32),
     "column": (64, 33),
-    "wide": (3, 9000),  # three tiles
+    "wide": (3, 17000),  # several tiles in both passes
     "line": (1, 5000),  # codes beside a dense second moment
     "tall": (5000, 40),  # two parts of rows
-    "both": (700, 4500),
+    "both": (150, 4500),
     "vector": (130,),
     "long": (70001,),
     "one": (1,),

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from daypack.lab import parallel
+from tests.processes import python
 
 COMMON = ["--model", "tiny", "--batch", "4", "--context", "32", "--threads", "1", "--eval-every", "2"]
 
 
 def train(folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One process, or ranks with the variables that torchrun sets."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    code = "import daypack.cli; daypack.cli.main()"
+    return python(code, "train", *arguments, cwd=folder, together=each if ranks > 1 else [{}])
+
+
+def torchrun(folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same from outside, where ranks are started by torchrun itself."""
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-endpoint", "localhost:0"]
     start += ["--rdzv-backend", "c10d"]
     command = [sys.executable, *(start if ranks > 1 else []), "-m", "daypack", "train", *arguments]
@@ -31,13 +45,17 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("fsdp2", "gefen"), ("fsdp2", "adamw"), ("ddp", "gefen")])
-def test_ranks_train_as_one_process_and_go_on_as_one(kind: str, optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "start"), [("fsdp2", "gefen", torchrun), ("fsdp2", "adamw", train), ("ddp", "gefen", train)]
+)
+def test_ranks_train_as_one_process_and_go_on_as_one(
+    kind: str, optimizer: str, start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     """Same losses; and what ranks saved, one process goes on with, and the other way round."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400, encoding="utf-8")
     common = [*COMMON, "--data", str(tmp_path / "text.txt"), "--optimizer", optimizer, "--checkpoint-every", "4"]
     for name, ranks, extra in (("one", 1, []), ("two", 2, ["--parallel", kind])):
-        done = train(tmp_path, ranks, *common, *extra, "--steps", "8", "--name", name)
+        done = start(tmp_path, ranks, *common, *extra, "--steps", "8", "--name", name)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("report:") == 1, "every rank printed"
     one, two = (tmp_path / "runs" / name for name in ("one", "two"))
@@ -52,7 +70,7 @@ def test_ranks_train_as_one_process_and_go_on_as_one(kind: str, optimizer: str, 
         content = torch.load(folder / "checkpoint.pt", weights_only=True)
         content["config"]["steps"] = 10
         torch.save(content, folder / "checkpoint.pt")
-        done = train(tmp_path, ranks, "--resume", str(folder), *extra)
+        done = start(tmp_path, ranks, "--resume", str(folder), *extra)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("going on after step 8 of 10") == 1, "every rank printed"
     assert losses(two)[8:] == pytest.approx(losses(one)[8:], abs=2e-3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from daypack.planner.model import from_shapes
 from daypack.planner.parallel import Parallel
 from daypack.planner.state import plan_state
 from tests.planner import shapes
+from tests.processes import python
 
 PARAMETERS = 70_553_706_496
 PROGRAM = """
@@ -50,10 +50,8 @@ def test_per_rank_bytes_of_a_fully_sharded_70b_model():
     layers = [every[1 + i * per_layer : 1 + (i + 1) * per_layer] for i in range(80)]
     ranks = [(512, 511), (1024, 0), (1024, 512), (1024, 1023)]
     model = json.dumps([[every[0], *every[-2:]], layers])
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, model, json.dumps(ranks)],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+    run = python(PROGRAM, model, json.dumps(ranks))
+    assert run.returncode == 0, run.stderr
     spec = from_shapes(every)
     assert spec.elements == PARAMETERS
     for (world, rank), local in zip(ranks, map(int, run.stdout.split()), strict=True):
@@ -105,10 +103,8 @@ SHAPES = [(64, 64), (130, 70), (7, 300), (40, 1), (513,), (5, 3, 3, 3), (4, 96, 
 def test_sharded_state_equals_what_a_rank_allocates(world, rank):
     """Every optimizer over what ``fully_shard`` has cut, uneven and empty shards included; and whose state is whose in
     torch's ZeroRedundancyOptimizer."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", STATE, json.dumps([world, rank, SHAPES])],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+    run = python(STATE, json.dumps([world, rank, SHAPES]))
+    assert run.returncode == 0, run.stderr
     params = from_shapes(SHAPES).params
     owned, state = json.loads(run.stdout)
     assert sorted(map(int, Parallel("zero1", world, rank).owned(params))) == owned
