@@ -21,7 +21,7 @@ from torch import nn
 import daypack
 from cells import CUT, RESULTS, SEEDS, draw, exchange, gaps, half_trained, main, pick, proceed, read, run_cells, show
 from daypack.checkpoint import Rewarm
-from daypack.checkpoint.growth import grow
+from daypack.checkpoint.changed_model import grow
 from daypack.lab.loop import thread_count
 from daypack.lab.models import build_model, model_config
 

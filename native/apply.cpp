@@ -57,7 +57,7 @@ struct Prepared {
   float* mean;            // of the column means, per matrix
 };
 
-// One pass over the elements of a list, and before it what is left of their statistics to combine.
+// One pass over the elements of a list; statistics that are not combined yet are combined first.
 class Pass {
  public:
   // `measuring`: over the parameters alone whose rule measures them; a later pass finds their statistics combined.
@@ -169,7 +169,7 @@ class Pass {
 
 }  // namespace
 
-// Codebooks are equal as a rule: a new set of tables only where one differs from the first and from the one before it.
+// Most codebooks are equal: new tables are made only where one differs from the first and from the one before it.
 int64_t Codecs::prepare(const DaypackParam* params, int64_t count, const uint8_t* active, int threads) {
   constexpr int64_t GROUP = 128;
   each_.assign(static_cast<size_t>(count), nullptr);

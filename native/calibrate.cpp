@@ -1,4 +1,4 @@
-// What the first gradients teach: the histogram behind the codebook and the scores of block sizes.
+// What is learned from the first gradients: the histogram behind the codebook and the scores of block sizes.
 #include <vector>
 
 #include "kernels.h"
@@ -9,7 +9,7 @@ void daypack_histogram(const void* grad, int64_t type, int64_t rows, int64_t col
   using namespace daypack;
   const int64_t blocks = (cols + block_size - 1) / block_size, all = rows * blocks;
   if (rows * cols < (1 << 16) || threads < 2) return kernels().count(grad, type, cols, block_size, 0, all, counts);
-  // Counts add up in any order. More parts than threads: one of them may be held up.
+  // Counts can be added in any order. More parts than threads, because a thread may be delayed.
   const int64_t parts = 4 * threads < all ? 4 * threads : all;
   std::vector<int64_t> tables(static_cast<size_t>(parts * BINS));
   parallel_for(parts, threads, [&](int64_t part) {

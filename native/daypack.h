@@ -23,11 +23,11 @@
 #define DAYPACK_SECOND_MOMENTS(NUMBER)                                                 \
   NUMBER(OWN, 0) NUMBER(FACTORED, 1) NUMBER(BLOCKS, 2) NUMBER(ROWS, 3) NUMBER(COLS, 4)
 
-// See src/daypack/rules.py.
+// See src/daypack/rules/.
 #define DAYPACK_RULES(NUMBER)                                                                          \
   NUMBER(ADAMW, 0) NUMBER(ADAM, 1) NUMBER(SGD, 2) NUMBER(LION, 3) NUMBER(LAMB, 4) NUMBER(ADAFACTOR, 5)
 
-// LARGEST_BLOCK: of codes that share a scale. NO_MEMORY: what a step returns that found none for a projection.
+// LARGEST_BLOCK: codes that share a scale. NO_MEMORY: returned by a step that found no memory for a projection.
 #define DAYPACK_LIMITS(NUMBER)                      \
   NUMBER(LARGEST_BLOCK, 4096) NUMBER(NO_MEMORY, -2)
 

@@ -114,7 +114,7 @@ static inline float* widen(const uint16_t* __restrict x, int n, float* __restric
   return buffer;
 }
 
-// The way back.
+// Stores n fp32 numbers back.
 static inline void narrow(const float*, int, float*, Float32) {}
 template <class T>
 static inline void narrow(const float* __restrict x, int n, uint16_t* __restrict target, T) {

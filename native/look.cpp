@@ -1,5 +1,5 @@
 // Whether tensors are still where they were, asked through a C function that torch keeps stable for code compiled apart
-// from it (torch/csrc/inductor/aoti_torch/c/shim.h). From Python the same question costs as much as a step of small
+// from it (torch/csrc/inductor/aoti_torch/c/shim.h). The same check in Python takes as long as a step of small
 // parameters.
 #include <atomic>
 

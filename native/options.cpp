@@ -1,5 +1,5 @@
 // A group's options and a parameter's step count as the numbers that the loops want: the `hyper` functions of
-// src/daypack/rules.py.
+// src/daypack/rules/.
 #include <cmath>
 
 #include "passes.h"

@@ -45,7 +45,7 @@ class Pool {
     if (helpers == 1) wake_.notify_one();
     else wake_.notify_all();
     job.run();
-    // A worker that has not woken up by now is not waited for: it will find no job.
+    // Do not wait for a worker that has not woken up by now: it will find no job.
     std::unique_lock<std::mutex> guard(lock_);
     job_ = nullptr;
     done_.wait(guard, [this] { return running_ == 0; });

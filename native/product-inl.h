@@ -55,8 +55,8 @@ static __attribute__((noinline)) void add_strip(const float* rows, const float* 
       __builtin_memcpy(sums + i * PRODUCT_COLS + j * LANES_OF_VECTOR, &sum[i][j], sizeof(Vector));
 }
 
-// Asks for a rectangle of a matrix, a few cache lines at a time, while another one is computed: all at once they would
-// only be waited for.
+// Prefetches a rectangle of a matrix, a few cache lines at a time, while another one is computed. All lines at once would
+// stall the processor.
 class Ahead {
  public:
   Ahead(const void* at, int64_t type, int64_t cols, int64_t row, int64_t row_end, int64_t col, int64_t col_end)

@@ -1,4 +1,4 @@
-// Projected parameters: a stand-in of low rank takes the step that its rule makes, and what it moved comes back to the
+// Projected parameters: a low-rank stand-in is stepped by the rule, and its change is applied to the
 // parameter; see src/daypack/projection.py.
 #include <atomic>
 #include <cmath>
@@ -31,12 +31,12 @@ struct Sizes {
     }
   }
 
-  // What a room for any of them takes, in whole cache lines.
+  // Floats of scratch memory that suffice for any of them, in whole cache lines.
   int64_t floats(int64_t lanes) const { return parts(lanes * PRODUCT_SCRATCH + 2 * low + basis, LINE) * LINE; }
 };
 
-// What one projected parameter after the other needs while it is stepped: the stand-in and its gradient, the basis turned,
-// and for each thread what a block of a product is computed in.
+// Scratch memory of a projected parameter while it is stepped: the stand-in and its gradient, the transposed basis, and for
+// each thread the buffers of a block of a product.
 class Room {
  public:
   Room(float* first, const Sizes& sizes, int64_t lanes)
@@ -107,7 +107,7 @@ float step_one(const DaypackParam& d, const DaypackOptions* options, const Codec
 
   const auto kept = static_cast<float>(1 - o.lr * o.whole_decay), scale = static_cast<float>(o.scale);
   multiply({tall ? moved : basis, tall ? turned : moved, nullptr, d.param, d.param_type, kept, scale, NEITHER}, room, threads);
-  // An all-zero gradient does not use the basis up; squares of tiny ones may vanish.
+  // An all-zero gradient does not use the basis up; squares of tiny ones may underflow.
   if (*d.basis_left > 0 && (total > 0 || !is_zero(d))) --*d.basis_left;
   return total;
 }

@@ -1,4 +1,4 @@
-// Update rules on fp32 numbers, as src/daypack/rules.py has them, and the loops that apply them to a run of elements.
+// Update rules on fp32 numbers, as in src/daypack/rules/, and the loops that apply them to a run of elements.
 // Included once per instruction set, inside a namespace of its own, before its codecs.
 
 // Consecutive elements of one row. What is stored otherwise has been widened or decoded into a buffer.

@@ -127,8 +127,8 @@ class Runs {
 
   Run load(const float* root, int n) {
     if (d_.codes != nullptr) prefetch_next(d_.codes + at_, n);
-    // Two codecs take so long that the processor would not ask for the next block in time; and what is widened first is
-    // waited for there, with no arithmetic meanwhile. Otherwise it does.
+    // Prefetch where the processor would not load the next block in time: two codecs take too long, and values that are
+    // widened first are waited for with no arithmetic meanwhile.
     if (d_.v_codes != nullptr) prefetch_next(d_.v_codes + at_, n);
     if (d_.v_codes != nullptr || sizeof(typename G::Raw) < sizeof(float))
       prefetch_next(static_cast<const typename G::Raw*>(d_.grad) + at_, n);

@@ -9,7 +9,7 @@ namespace {
 
 // Parameters up to this size take both passes at once, in one task and without scratch memory.
 constexpr int64_t SMALL = 1 << 14;
-// Gradients of larger ones that are read twice while they are in the cache: a part of a third level that others use too.
+// Bytes of gradients of larger ones that both passes read from the cache: a part of the third level, which is shared.
 constexpr int64_t WAVE_BYTES = 8 << 20;
 
 bool is_small(const DaypackParam& d) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,23 @@ def above(module: str, other: str) -> bool:
     if not room(other):
         return ROOMS.index(room(module)) >= ROOMS.index(PUBLIC)
     return ROOMS.index(room(other)) < ROOMS.index(room(module))
+
+
+def test_the_document_lists_the_rooms_in_their_order() -> None:
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.split("\n## Rooms\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)(/|\.py)` \|", table, re.MULTILINE)
+    assert tuple(name for name, _ in listed) == ROOMS
+    for name, end in listed:
+        assert (SOURCE / name).is_dir() == (end == "/"), name
+
+
+def test_documents_name_files_that_exist() -> None:
+    """Paths in code marks, in the documents that say where things are."""
+    root = SOURCE.parents[1]
+    for document in ("docs/architecture.md", "CONTRIBUTING.md"):
+        for path in re.findall(r"`([\w/]+\.(?:py|h|md))`", (root / document).read_text(encoding="utf-8")):
+            assert any((base / path).exists() for base in (root, SOURCE, root / "docs")), f"{document}: {path}"
 
 
 def test_the_rooms_are_those_that_exist() -> None:

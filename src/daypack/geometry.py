@@ -1,10 +1,10 @@
-"""A parameter seen as matrices: its geometry, its chunks, and reading and writing them whatever the strides."""
+"""A parameter seen as matrices: its geometry and its chunks, and how to read and write them with any strides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, prod
 
 import torch
@@ -35,53 +35,53 @@ class Geometry:
     start: int = 0
 
     def shard(self, shape: tuple[int, ...], start: int) -> Geometry:
-        """The part of ``shape`` that begins at ``start`` of dim 0."""
+        """Return the geometry of the part of ``shape`` that begins at ``start`` of dim 0."""
         return Geometry(shape, self.batched, self.whole, start)
 
     @property
     def sharded(self) -> bool:
         return self.shape != self.whole
 
-    @property
+    @cached_property
     def origin(self) -> int:
         """Place of the first element in the whole parameter."""
         return self.start * prod(self.whole[1:])
 
-    @property
+    @cached_property
     def whole_rows(self) -> int:
         """Rows of a matrix on all ranks together."""
         return self.rows if self.batched or len(self.whole) < 2 else self.whole[0]
 
-    @property
+    @cached_property
     def matrices(self) -> int:
         return prod(self.shape[:-2]) if self.batched else 1
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.shape[-2] if self.batched else (self.shape[0] if len(self.shape) > 1 else 1)
 
-    @property
+    @cached_property
     def cols(self) -> int:
         return self.shape[-1] if self.batched else prod(self.shape[1:] if len(self.shape) > 1 else self.shape)
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a per-row tensor: it keeps the parameter's leading dims, so a shard of dim 0 is a shard of it."""
         return self.shape[:-1] if self.batched else self.shape[:1] if len(self.shape) > 1 else ()
 
-    @property
+    @cached_property
     def col_shape(self) -> tuple[int, ...]:
         """Shape of a per-column tensor."""
         return (*self.shape[:-2], self.cols) if self.batched else (self.cols,)
 
-    @property
+    @cached_property
     def view3(self) -> tuple[int, int, int]:
         return self.matrices, self.rows, self.cols
 
 
 @lru_cache(maxsize=4096)
 def geometry(shape: tuple[int, ...]) -> Geometry:
-    """The matrix view of ``shape`` that stores fewer row and column factors; ``[d0, rest]`` where they tie."""
+    """Return the matrix view of ``shape`` with fewer row and column factors; ``[d0, rest]`` on a tie."""
     flat, batched = Geometry(shape, False, shape), Geometry(shape, True, shape)
     if len(shape) < 3 or 0 in shape:
         return flat
@@ -120,7 +120,7 @@ def chunks(view: Geometry, align: int = 1) -> Iterator[Chunk]:
 
 
 def read(tensor: Tensor, view: Geometry, chunk: Chunk) -> Tensor:
-    """The part of ``tensor`` under ``chunk``, ``[b, r, c]``: a view where the strides allow one, else a small copy."""
+    """Return the part of ``tensor`` under ``chunk``, ``[b, r, c]``: a view if the strides allow it, else a copy."""
     try:
         return tensor.view(view.view3)[chunk]
     except RuntimeError:  # strides that do not merge: channels_last, permuted experts
@@ -141,7 +141,7 @@ def write_(tensor: Tensor, view: Geometry, chunk: Chunk, value: Tensor) -> None:
 
 
 def _parts(tensor: Tensor, view: Geometry, chunk: Chunk) -> Iterator[Tensor]:
-    """Views of ``tensor``, one a matrix of ``chunk``, whose leading dim is the chunk's rows. Nothing is copied."""
+    """Yield a view of ``tensor`` for each matrix of ``chunk``; its leading dim is the chunk's rows."""
     if not view.batched:
         yield tensor[chunk[1]]
         return
@@ -154,7 +154,7 @@ def _parts(tensor: Tensor, view: Geometry, chunk: Chunk) -> Iterator[Tensor]:
 
 
 def blocked(x: Tensor, block: int) -> Tensor:
-    """``[..., cols]`` as ``[..., ceil(cols / block), block]``, a ragged last block padded with zeros."""
+    """Reshape ``[..., cols]`` to ``[..., ceil(cols / block), block]``, padding a shorter last block with zeros."""
     short = -x.shape[-1] % block
     if short:
         x = torch.nn.functional.pad(x, (0, short))
@@ -166,5 +166,5 @@ def block_count(cols: int, block: int) -> int:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of every formula: fp64 for fp64 parameters, else fp32."""
+    """Return the dtype of all arithmetic: fp64 for fp64 parameters, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""What is decided once about a parameter (`ParamPlan`), and the parameter on its way through a step (`ParamStep`)."""
+"""What is decided once about a parameter (`ParamPlan`), and what a step knows of it (`ParamStep`)."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class ParamPlan:
         return self.rule.measured is not None and self.projection is None
 
     def format_of(self, moment: str) -> StateFormat | None:
-        """The format of a moment; None if it is not kept, or if the rule has none of that name."""
+        """Return the format of a moment; None if it is not kept, or if the rule has none of that name."""
         return next((form for name, form in self.stored if name == moment), None)
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype, saved: bool = False) -> dict[str, ComponentSpec]:
-        """The tensors of the state of a whole parameter by key, all but ``step``.
+        """Return the tensors of the state of a whole parameter by key, except ``step``.
 
         Args:
             saved: as ``state_dict()`` shows them, instead of as they are allocated.
@@ -77,21 +77,21 @@ class ParamPlan:
         }
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes of state of a parameter of this shape and dtype, without its step counter."""
+        """Return the bytes of state of a parameter of this shape and dtype, without its step counter."""
         return sum(spec.nbytes for spec in self.specs(shape, dtype).values())
 
     def view(self, shape: Sequence[int]) -> Geometry:
-        """What the formats take for the parameter's geometry: that of the low shape where there is a projection."""
+        """Return the geometry that the formats work on: the parameter's, or with a projection the low shape's."""
         return geometry(self.projection.low if self.projection else tuple(shape))
 
     def shared_counts(self, view: Geometry) -> list[int]:
-        """How many numbers of the statistics of a shard belong to all shards, for each of `statistics`."""
+        """Return, for each of `statistics`, how many numbers of a shard's statistics are added up over all shards."""
         return [form.shared(view) for _, form in self.statistics]
 
 
 @dataclass
 class ParamStep:
-    """One parameter on its way through a step. Kept from step to step, so what may change is read where it stands.
+    """One parameter in a step. It is kept from step to step, so values that may change are read from their source.
 
     Attributes:
         name: for messages only; it never enters the mathematics.
@@ -126,11 +126,13 @@ class ParamStep:
         return int(self.state["step"]) if self.state else 0
 
     def hyper(self, step: int) -> Hyper:
-        """The numbers of its ``step``-th step, from 1."""
+        """Return the numbers of its ``step``-th step, from 1."""
         return self.plan.rule.at(self.group, step)
 
     def is_zero(self) -> bool:
-        """Whether every element of the gradient is zero, here or, where ranks have told each other, on all of them."""
+        """Return whether every element of the gradient is zero: on all ranks where they have shared that, else on this
+        one.
+        """
         if self.zero is not None:
             return self.zero
         view = geometry(tuple(self.grad.shape))

@@ -1,4 +1,4 @@
-"""Stepping a matrix through a thinner stand-in (GaLore): before and after the rule's own step."""
+"""Stepping a matrix through a low-rank stand-in (GaLore): what happens before and after the rule's own step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daypack.param import ParamStep
 
 
 def stepped(item: ParamStep) -> ParamStep:
-    """What the rule steps: ``item`` itself, or its stand-in, after the basis was taken from its gradient if due."""
+    """Return what the rule steps: ``item`` itself, or its stand-in, after taking a new basis if one is due."""
     if item.plan.projection is None:
         return item
     refresh_(item)
@@ -20,7 +20,7 @@ def stepped(item: ParamStep) -> ParamStep:
 
 
 def refresh_(item: ParamStep) -> None:
-    """Take a new basis from the gradient (finite, not all zero) if the old one has served its time."""
+    """Take a new basis from the gradient (finite, not all zero) if the old one is used up."""
     basis, left = item.state["basis"], item.state["basis_left"]
     if item.plan.projection is None or left > 0:
         return
@@ -37,7 +37,9 @@ def refresh_(item: ParamStep) -> None:
 
 
 def stand_in(item: ParamStep) -> ParamStep:
-    """The low-rank parameter to step in place of ``item``'s, zeros, with its gradient; it does not decay."""
+    """Return the low-rank parameter of zeros that is stepped in place of ``item``'s, with its gradient; it does not
+    decay.
+    """
     projection, real = item.plan.projection, accumulator(item.param.dtype)
     assert projection is not None
     param = torch.zeros(projection.low, dtype=real, device=item.param.device)
@@ -47,7 +49,7 @@ def stand_in(item: ParamStep) -> ParamStep:
 
 
 def write_back_(item: ParamStep, low: ParamStep) -> None:
-    """Bring to the parameter where its stand-in went: ``p <- p (1 - lr wd) + scale q Q^T``."""
+    """Apply the change of the stand-in to the parameter: ``p <- p (1 - lr wd) + scale q Q^T``."""
     assert item.plan.projection is not None
     kept = 1 - float(item.group["lr"]) * float(item.group["weight_decay"])
     scale = float(item.group["scale"])

@@ -1,6 +1,6 @@
 """The only file that knows distributed tensors and process groups.
 
-A parameter that is a DTensor is stepped on each rank's own part. Its state lies the way the parameter does: tensors
+A parameter that is a DTensor is stepped on each rank's own part. Its state is sharded like the parameter: tensors
 whose dim 0 follows the parameter's are DTensors with its mesh and placements, all others are whole on every rank.
 """
 
@@ -18,18 +18,18 @@ from daypack.formats.base import ComponentSpec
 from daypack.geometry import Geometry, geometry
 from daypack.param import ParamPlan
 
-#: Vectors that are no parameters but smaller than this are left as they are.
+#: Vectors that are not `nn.Parameter`s and have fewer elements are not treated as flat partitions.
 SMALLEST_PARTITION = 1 << 14
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor; asks without importing torch.distributed.tensor, which costs a second."""
+    """Return whether ``tensor`` is a DTensor, without importing torch.distributed.tensor, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_flat_partition(tensor: Tensor) -> bool:
-    """Whether ``tensor`` looks like a flat piece of other parameters: what ZeRO and FSDP1 hand to an optimizer.
+    """Return whether ``tensor`` looks like a flat piece of other parameters, as ZeRO and FSDP1 use.
 
     They mark it, or hand over a vector that is not an `nn.Parameter`.
     """
@@ -37,23 +37,23 @@ def is_flat_partition(tensor: Tensor) -> bool:
 
 
 def is_fsdp1_piece(tensor: Tensor) -> bool:
-    """Whether FullyShardedDataParallel, which saves only state that is shaped like it, has made ``tensor``."""
+    """Return whether ``tensor`` comes from FullyShardedDataParallel, which saves only state that is shaped like it."""
     return bool(getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False))
 
 
 def any_distributed(tensors: Iterable[Any]) -> bool:
-    """Whether any of ``tensors`` is a DTensor; costs nothing in a program that has none."""
+    """Return whether any of ``tensors`` is a DTensor; costs nothing in a program that has none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(issubclass(kind, module.DTensor) for kind in {*map(type, tensors)})
 
 
 def is_bare_partition(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is such a piece that nobody gathers by parameter (ZeRO's), and large enough to compress."""
+    """Return whether ``tensor`` is a flat piece that nobody gathers by parameter (ZeRO's), worth compressing."""
     return tensor.ndim == 1 and not isinstance(tensor, Parameter) and tensor.numel() >= SMALLEST_PARTITION
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """Why a DTensor cannot be stepped; None if it can (or is none)."""
+    """Say why a DTensor cannot be stepped; None if it can, or if it is none."""
     if not is_distributed(tensor):
         return None
     placements = tuple(tensor.placements)  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def refusal(tensor: Tensor) -> str | None:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: memory that it shares with the DTensor, or the tensor itself."""
+    """Return this rank's part of a tensor, in the same memory, or the tensor itself."""
     if not is_distributed(tensor):
         return tensor
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def to_local_gradient(param: Tensor) -> Tensor:
-    """This rank's part of a gradient, laid out as the parameter's; zeros that take no memory if it has none."""
+    """Return this rank's part of a gradient, laid out as the parameter's; zeros that take no memory if it has none."""
     grad = param.grad
     if grad is None:
         part = to_local(param)
@@ -82,7 +82,9 @@ def to_local_gradient(param: Tensor) -> Tensor:
 
 
 def local_view(param: Tensor, plan: ParamPlan) -> Geometry:
-    """What the formats take for the geometry of this rank's part; what shapes decide, the global shape decides."""
+    """Return the geometry of this rank's part for the formats; whatever depends on shapes is decided by the global
+    shape.
+    """
     view = plan.view(param.shape)
     if not is_distributed(param):
         return view
@@ -96,7 +98,7 @@ def local_view(param: Tensor, plan: ParamPlan) -> Geometry:
 
 
 def _local(tensor: Tensor) -> tuple[tuple[int, ...], int]:
-    """Shape of this rank's part of a DTensor, and where in dim 0 it begins."""
+    """Return the shape of this rank's part of a DTensor, and where in dim 0 it begins."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
@@ -104,7 +106,7 @@ def _local(tensor: Tensor) -> tuple[tuple[int, ...], int]:
 
 
 def rows_of(tensor: Tensor) -> tuple[tuple[int, int], bool]:
-    """The rows of dim 0 of a whole tensor that are here, and whether this rank is the first one that holds them."""
+    """Return which rows of dim 0 are on this rank, and whether it is the first rank that holds them."""
     if not is_distributed(tensor):
         return (0, tensor.shape[0] if tensor.dim() else 1), True
     shape, start = _local(tensor)
@@ -115,7 +117,7 @@ def rows_of(tensor: Tensor) -> tuple[tuple[int, int], bool]:
 
 
 def rank_of(params: Sequence[Tensor]) -> tuple[int, int]:
-    """This process's rank and the number of ranks where any of ``params`` is a DTensor; else 0 and 1."""
+    """Return this process's rank and the number of ranks if any of ``params`` is a DTensor, else 0 and 1."""
     if not any(map(is_distributed, params)):
         return 0, 1
     import torch.distributed
@@ -124,7 +126,7 @@ def rank_of(params: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def wrap(param: Tensor, local: Tensor, spec: ComponentSpec) -> Tensor:
-    """``local`` as a state tensor of ``param``; ``spec`` is that of the whole parameter."""
+    """Return ``local`` as a state tensor of ``param``; ``spec`` is that of the whole parameter."""
     if not (is_distributed(param) and spec.follows):
         return local
     from torch.distributed.tensor import DTensor
@@ -142,7 +144,7 @@ def wrap(param: Tensor, local: Tensor, spec: ComponentSpec) -> Tensor:
 
 
 def place(param: Tensor, value: Tensor, spec: ComponentSpec) -> Tensor:
-    """This rank's part of a saved state tensor (a DTensor sharded in whatever way, or the whole of it) of ``param``."""
+    """Return this rank's part of a saved state tensor of ``param`` (a whole tensor, or a DTensor of any sharding)."""
     follows = is_distributed(param) and spec.follows
     if is_distributed(value):
         if follows and value.device_mesh == param.device_mesh and value.placements == param.placements:  # type: ignore[attr-defined]
@@ -155,7 +157,7 @@ def place(param: Tensor, value: Tensor, spec: ComponentSpec) -> Tensor:
 
 
 def gather_rows(param: Tensor, local: Tensor, view: Geometry) -> Tensor:
-    """Whole matrices ``[matrices, rows, cols]`` of which ``local`` has this rank's rows. Every rank calls it.
+    """Return whole matrices ``[matrices, rows, cols]`` of which ``local`` has this rank's rows. Every rank calls it.
 
     Args:
         param: that ``local`` belongs to.
@@ -169,7 +171,7 @@ def gather_rows(param: Tensor, local: Tensor, view: Geometry) -> Tensor:
 
 
 def own_rows(matrices: Tensor, view: Geometry) -> Tensor:
-    """The rows of ``view``, a shard, of what `gather_rows` returned."""
+    """Return the rows of ``view``, a shard, from what `gather_rows` returned."""
     return matrices if view.batched else matrices[:, view.start : view.start + view.rows]
 
 
@@ -185,7 +187,7 @@ class LocalState(dict[str, Any]):
             return  # changed in place
         super().__setitem__(key, value)
         spec = self._specs[key]
-        # What calibration resizes is the last dim.
+        # Calibration may resize the last dim.
         whole = (*spec.shape[:-1], value.shape[-1]) if value.dim() else spec.shape
         self._state[key] = wrap(self._param, value, ComponentSpec(spec.suffix, whole, spec.dtype, spec.follows))
 
@@ -194,7 +196,7 @@ Groups = tuple[Any, ...]
 
 
 def groups_of(param: Tensor) -> Groups:
-    """The process groups over which the shards of ``param`` are added up; none where each rank has all of it."""
+    """Return the process groups to add up the shards of ``param`` over; none where each rank has all of it."""
     if not is_distributed(param):
         return ()
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
@@ -202,7 +204,7 @@ def groups_of(param: Tensor) -> Groups:
 
 
 def add_up(groups: Groups, numbers: Tensor) -> Tensor:
-    """``numbers`` summed over the ranks of ``groups``, in place. Every rank calls it, with tensors of one size."""
+    """Sum ``numbers`` over the ranks of ``groups``, in place. Every rank calls it, with tensors of the same size."""
     import torch.distributed
 
     for group in groups:
@@ -211,7 +213,7 @@ def add_up(groups: Groups, numbers: Tensor) -> Tensor:
 
 
 def agree(params: Sequence[Tensor], error: ValueError | None) -> None:
-    """Raise ``error``, or on the ranks that had none another one, if any rank that shares one of ``params`` has one."""
+    """Raise ``error``, or another one on ranks without an error, if any rank that shares one of ``params`` has one."""
     failed = 0
     for groups in {groups_of(p): None for p in params if groups_of(p)}:
         device = next(p.device for p in params if groups_of(p) == groups)
@@ -220,16 +222,16 @@ def agree(params: Sequence[Tensor], error: ValueError | None) -> None:
 
 
 def agree_everywhere(params: Sequence[Tensor], error: ValueError | None) -> None:
-    """`agree` over all ranks there are; nothing is asked where no parameter is a DTensor.
+    """Run `agree` over all ranks; nothing is communicated where no parameter is a DTensor.
 
-    So either all ranks of the job hold a DTensor or none: one that holds none does not know that others wait for it,
-    and cannot ask, since a job without DTensors may call this on its first rank alone.
+    Therefore all ranks of the job must hold a DTensor, or none. A rank without one does not know that others wait for
+    it, and must not communicate, since a job without DTensors may call this on its first rank alone.
     """
     _refuse(error, add_up_everywhere(params, error is not None))
 
 
 def add_up_everywhere(params: Sequence[Tensor], number: int) -> int:
-    """``number`` summed over all ranks; itself where no parameter is a DTensor."""
+    """Return ``number`` summed over all ranks; where no parameter is a DTensor, ``number`` itself."""
     device = next((p.device for p in params if is_distributed(p)), None)
     if device is None:
         return number
@@ -259,7 +261,7 @@ class Buffer:
             self._members.setdefault(each, []).append(i)
 
     def add_up(self, entries: Sequence[Tensor]) -> list[Tensor]:
-        """The sums over all ranks of each entry, 1-D, in the widest dtype among those that travel together."""
+        """Return the sums over all ranks of each entry, 1-D, in the widest dtype of those that are sent together."""
         result = list(entries)
         for groups, members in self._members.items():
             dtype = torch.float64 if any(entries[i].dtype == torch.float64 for i in members) else torch.float32

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import daypack
+from daypack.checkpoint.changed_model import grow, renamed
 from daypack.checkpoint.conversion import HISTORY
-from daypack.checkpoint.growth import grow, renamed
 
 from ..conformance.scene import assert_same, clone, gradient, noise, parameters, snapshot, state_of, train
 from ..conformance.specs import CASES, Case

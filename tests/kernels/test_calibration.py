@@ -8,7 +8,7 @@ import torch
 
 from daypack.calibration import blocks, codebook
 from daypack.geometry import geometry
-from daypack.kernels.native import calibration as learning
+from daypack.kernels.native import calibration
 
 from ..conformance.scene import noise, structured
 from .pairs import TYPES, cpu, needs_native
@@ -33,7 +33,7 @@ def test_codebook_is_the_same_to_the_last_bit(cpu: str, kind: str, bins: int, le
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            assert np.array_equal(learning.optimal_levels(weights, levels), expected)
+            assert np.array_equal(calibration.optimal_levels(weights, levels), expected)
         finally:
             torch.set_num_threads(1)
 
@@ -49,7 +49,7 @@ def test_histogram_is_the_same(cpu: str, dtype: torch.dtype, shape: tuple[int, .
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            assert torch.equal(learning.histogram(g, geometry(shape), block_size), expected)
+            assert torch.equal(calibration.histogram(g, geometry(shape), block_size), expected)
         finally:
             torch.set_num_threads(1)
 
@@ -61,4 +61,6 @@ def test_histogram_is_the_same(cpu: str, dtype: torch.dtype, shape: tuple[int, .
 def test_block_size_is_the_same(cpu: str, dtype: torch.dtype, rows: int, cols: int, period: int) -> None:
     g = (structured(rows, cols, period, "s") if period else noise((rows, cols), "flat")).to(dtype)
     view = geometry((rows, cols))
-    assert blocks.block_size_from_scores(view.cols, learning.block_scores(g, view)) == blocks.find_block_size(g, view)
+    assert blocks.block_size_from_scores(view.cols, calibration.block_scores(g, view)) == blocks.find_block_size(
+        g, view
+    )

@@ -107,8 +107,8 @@ class Strange:
         ({"weight": torch.zeros(2)}, r"c.pt is not a checkpoint of daypack train"),
         ([1, 2], r"c.pt is not a checkpoint of daypack train"),
         (Strange(), r"damaged or truncated checkpoint .*c.pt"),
-        ({"format": checkpoint.FORMAT, "version": 99}, r"c.pt has version 99, this daypack reads 1"),
-        ({"format": checkpoint.FORMAT, "version": 1, "config": {}}, r"c.pt: no valid entry 'corpus'"),
+        ({"format": checkpoint.TRAINING_FORMAT, "version": 99}, r"c.pt has version 99, this daypack reads 1"),
+        ({"format": checkpoint.TRAINING_FORMAT, "version": 1, "config": {}}, r"c.pt: no valid entry 'corpus'"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: Any, message: str) -> None:

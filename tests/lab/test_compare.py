@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from daypack.lab import Record, RunResult, TrainConfig, compare, grid, summarise
+from daypack.lab import Record, RunResult, TrainConfig, compare, grid, summarise_runs
 from daypack.lab.compare import Mean
 from tests.lab.texts import config, task
 
@@ -33,7 +33,7 @@ def test_mean_and_standard_error() -> None:
 
 def test_gaps_are_paired_by_seed() -> None:
     losses = {"adamw": [1.0, 2.0, 3.0], "gefen": [1.1, 2.2, 3.3]}
-    summaries = summarise([result(name, seed, losses[name][seed]) for seed in range(3) for name in losses])
+    summaries = summarise_runs([result(name, seed, losses[name][seed]) for seed in range(3) for name in losses])
     base, other = summaries
     assert (base.label, other.label) == ("adamw", "gefen")
     assert base.gap is None
@@ -50,18 +50,21 @@ def test_gaps_are_paired_by_seed() -> None:
 
 def test_diverged_runs_are_counted_not_averaged() -> None:
     runs = [result("adamw", 0, 1.0), result("sgd", 0, math.nan), result("adamw", 1, 2.0), result("sgd", 1, 2.5)]
-    base, sgd = summarise(runs)
+    base, sgd = summarise_runs(runs)
     assert sgd.diverged == 1
     assert sgd.loss == Mean(2.5, None)
     assert sgd.gap == Mean(0.5, None)
-    (lost,) = summarise([result("sgd", 0, math.inf)])
+    (lost,) = summarise_runs([result("sgd", 0, math.inf)])
     assert lost.loss is None
     assert base.diverged == 0
-    assert summarise([]) == []
+    assert summarise_runs([]) == []
 
 
 def test_learning_rates_are_told_apart() -> None:
-    assert [s.lr for s in summarise([result("adamw", 0, 1.0, 1e-3), result("adamw", 0, 1.0, 2e-3)])] == [1e-3, 2e-3]
+    assert [s.lr for s in summarise_runs([result("adamw", 0, 1.0, 1e-3), result("adamw", 0, 1.0, 2e-3)])] == [
+        1e-3,
+        2e-3,
+    ]
 
 
 def test_the_grid_runs_every_optimizer_on_every_seed() -> None:

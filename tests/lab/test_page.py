@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from daypack.lab import RunResult, summarise
+from daypack.lab import RunResult, summarise_runs
 from daypack.lab.curve import draw, save_curve
 from daypack.lab.page import render_page
 from daypack.lab.table import comparison_table
@@ -91,7 +91,7 @@ def test_unusual_results_have_a_page_and_a_table(results: list[RunResult], tmp_p
     assert Page(render_page(results, PROVENANCE)).open == []
     save_curve(results, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    Console(file=io.StringIO()).print(comparison_table(summarise(results)))
+    Console(file=io.StringIO()).print(comparison_table(summarise_runs(results)))
 
 
 def test_the_same_results_give_the_same_bytes() -> None:
@@ -102,7 +102,7 @@ def test_the_same_results_give_the_same_bytes() -> None:
 
 def test_the_table_has_a_row_for_each_optimizer() -> None:
     output = io.StringIO()
-    Console(file=output, width=100).print(comparison_table(summarise(comparison(0.1))))
+    Console(file=output, width=100).print(comparison_table(summarise_runs(comparison(0.1))))
     rows = [line.split() for line in output.getvalue().splitlines()]
     assert ["adamw", "0.003", "2.1000", "±", "0.0577", "8.000", "2.00", "2.0"] in rows
     gefen = next(row for row in rows if row[:1] == ["gefen"])

@@ -7,7 +7,7 @@ import re
 import pytest
 from matplotlib.text import Annotation
 
-from daypack.lab import summarise
+from daypack.lab import summarise_runs
 from daypack.lab.page import render_page
 from daypack.lab.pareto import draw_pareto, frontier
 from daypack.presentation.figure import DARK, LIGHT, to_svg
@@ -24,7 +24,7 @@ def test_the_frontier_is_what_nothing_beats_in_both() -> None:
         result("lamb", 0, [math.nan], 10),
         result("adam", 0, [1.7], 8000),
     ]
-    assert frontier(summarise(runs)) == [(0, 2.0), (1.02, 1.9), (1.05, 1.6), (8.0, 1.5)]
+    assert frontier(summarise_runs(runs)) == [(0, 2.0), (1.02, 1.9), (1.05, 1.6), (8.0, 1.5)]
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -36,7 +36,7 @@ def test_names_stand_inside_and_apart(wide: bool) -> None:
         for index, (name, size) in enumerate(zip(names, sizes, strict=True))
         for seed in range(2)
     ]
-    figure = draw_pareto(summarise(runs), LIGHT, wide=wide)
+    figure = draw_pareto(summarise_runs(runs), LIGHT, wide=wide)
     figure.draw_without_rendering()
     axes = figure.axes[0]
     labels = [text for text in axes.texts if isinstance(text, Annotation)]
@@ -51,7 +51,7 @@ def test_names_stand_inside_and_apart(wide: bool) -> None:
 
 
 def test_the_same_results_give_the_same_figure_in_each_theme() -> None:
-    summaries = summarise(comparison())
+    summaries = summarise_runs(comparison())
     first, again = (to_svg(draw_pareto(summaries, LIGHT, wide=True)) for _ in range(2))
     assert first == again
     assert first != to_svg(draw_pareto(summaries, DARK, wide=True))

@@ -10,10 +10,10 @@ from torch import nn
 
 import daypack
 from daypack.lab.models import Transformer, model_config
-from daypack.planner.activations import ActivationPlanner, measure
-from daypack.planner.live import LiveTensors
+from daypack.planner.activations import ActivationPlanner, measure_activations
+from daypack.planner.live_tensors import LiveTensors
 from daypack.planner.model import from_module, from_shapes
-from daypack.planner.transformer import TransformerShape, stand_in
+from daypack.planner.transformer import TransformerShape, llama_like
 
 
 def on_meta(build):
@@ -61,7 +61,7 @@ def test_what_is_alive_is_what_autograd_saved(build, inputs):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = module(*given)
     expected = sum(storage.nbytes() for storage in saved.values())
-    found = measure(module, inputs, 4, 10, flash=False)
+    found = measure_activations(module, inputs, 4, 10, flash=False)
     # The loss, and an input or output that nothing saved, are alive too.
     slack = output.untyped_storage().nbytes() + given[0].untyped_storage().nbytes() + 64
     assert expected <= found.saved <= expected + slack
@@ -71,14 +71,14 @@ def test_what_is_alive_is_what_autograd_saved(build, inputs):
 
 def test_a_perceptron_by_hand():
     """Kept: the input, the outputs of ReLU and tanh, and the loss."""
-    found = measure(on_meta(perceptron), numbers(64), 5, 1)
+    found = measure_activations(on_meta(perceptron), numbers(64), 5, 1)
     assert found.saved == 4 * (5 * (64 + 256 + 256) + 1)
 
 
 def test_flash_attention_keeps_no_matrix_and_is_undone():
     before = nn.functional.scaled_dot_product_attention
     module = on_meta(lambda: Transformer(model_config("tiny")))
-    planner = {flash: measure(module, ids, 2, 512, flash=flash) for flash in (True, False)}
+    planner = {flash: measure_activations(module, ids, 2, 512, flash=flash) for flash in (True, False)}
     assert nn.functional.scaled_dot_product_attention is before
     matrix = 4 * 2 * 512 * 512 * model_config("tiny").layers
     assert planner[False].saved - planner[True].saved > matrix
@@ -173,8 +173,8 @@ def test_the_formula_is_within_its_stated_error(dtype, flash, checkpointing):
     ("parameters", "hidden", "layers"), [(350e6, 1536, 12), (7e9, 4096, 32), (13e9, 5120, 40), (70e9, 8192, 80)]
 )
 def test_the_stand_in_has_exactly_as_many_parameters_and_about_the_shape(parameters, hidden, layers):
-    found, shape = stand_in(int(parameters))
+    found, shape = llama_like(int(parameters))
     assert sum(torch.Size(size).numel() for _, size in found) == parameters
     assert shape.hidden == pytest.approx(hidden, rel=0.15)
     assert shape.layers == pytest.approx(layers, rel=0.2)
-    assert sum(torch.Size(size).numel() for _, size in stand_in(1)[0]) == 1
+    assert sum(torch.Size(size).numel() for _, size in llama_like(1)[0]) == 1

@@ -156,7 +156,7 @@ def test_a_count_says_that_it_is_a_stand_in():
     spec = from_count("350M")
     assert spec.elements == 350_000_000
     assert "stand-in" in spec.notes[0]
-    assert sources.stand_in(7)[0]
+    assert sources.llama_like(7)[0]
 
 
 def test_optimizer_state_is_no_model(tmp_path: Path) -> None:

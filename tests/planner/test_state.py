@@ -15,7 +15,7 @@ from daypack.optim.registry import REGISTRY
 from daypack.planner.model import from_module, from_shapes
 from daypack.planner.parallel import Parallel
 from daypack.planner.state import parse_optimizer, plan_state, state_bytes
-from daypack.planner.transformer import stand_in
+from daypack.planner.transformer import llama_like
 from tests.planner import shapes
 
 GIB = 2**30
@@ -71,7 +71,7 @@ def test_state_of_every_optimizer_equals_its_allocation(name, dtype):
 )
 def test_reference_figures_by_count(name, parameters, expected):
     registered(name.partition(":")[0])
-    found = state_bytes(name, stand_in(int(parameters))[0])
+    found = state_bytes(name, llama_like(int(parameters))[0])
     assert found == pytest.approx(expected, rel=0.03 if "8bit" in name else 0.005)
 
 

@@ -21,7 +21,9 @@ _LOG_FLOOR = 1e-12
 
 @lru_cache(maxsize=4096)
 def candidates(cols: int) -> tuple[int, ...]:
-    """Block sizes to compare for rows of ``cols`` elements, rising: proper divisors that are multiples of `FINEST`.
+    """Return the block sizes to compare for rows of ``cols`` elements, rising: proper divisors that are multiples of
+    `FINEST`. Empty where there is nothing to search: rows that `FINEST` does not divide, and rows longer than one
+    chunk.
 
     Empty where there is nothing to search: rows that `FINEST` does not divide, and rows longer than one chunk.
     """
@@ -32,8 +34,9 @@ def candidates(cols: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def default_block_size(cols: int) -> int:
-    """The block size of a row without structure: the whole row up to 256, else its largest divisor from 64 to 256 (a
-    multiple of `FINEST` where sizes are searched for), else 256 with a shorter last block."""
+    """Return the block size of a row without structure: the whole row up to 256, else its largest divisor from 64 to
+    256 (a multiple of `FINEST` where sizes are searched for), else 256 with a shorter last block.
+    """
     if cols <= DEFAULT:
         return max(cols, 1)
     unit = finest_block_size(cols)
@@ -42,12 +45,14 @@ def default_block_size(cols: int) -> int:
 
 
 def finest_block_size(cols: int) -> int:
-    """Elements per column of the saved form: it depends on the shape alone. 1 where the size is not searched for."""
+    """Return the elements per column of the saved form, which depend on the shape alone; 1 where no size is searched
+    for.
+    """
     return FINEST if candidates(cols) else 1
 
 
 def find_block_size(grad: Tensor, view: Geometry) -> int:
-    """The period of log g^2 along the rows of ``grad``; `default_block_size` where none stands out.
+    """Return the period of log g^2 along the rows of ``grad``, or `default_block_size` where none stands out.
 
     ``score(P)`` is the mean of ``|c[k+1] - c[k]|`` over neighbouring blocks of one row, ``c[k]`` the mean of
     ``log(g^2 + 1e-12)`` over block k: it peaks where blocks line up with the structure. The highest interior local
@@ -60,7 +65,7 @@ def find_block_size(grad: Tensor, view: Geometry) -> int:
 
 
 def block_size_from_scores(cols: int, scores: Sequence[float]) -> int:
-    """The size that `find_block_size` chooses, given a score for each of the `candidates`."""
+    """Return the size that `find_block_size` chooses, given a score for each of the `candidates`."""
     sizes = candidates(cols)
     if len(sizes) < 3:
         return default_block_size(cols)
@@ -72,7 +77,7 @@ def block_size_from_scores(cols: int, scores: Sequence[float]) -> int:
 
 
 def block_scores(grad: Tensor, view: Geometry) -> list[float]:
-    """The score of each of the `candidates`, the mean over the rows that are here; zeros without rows."""
+    """Return the score of each of the `candidates`, a mean over the rows that are here; zeros if there are no rows."""
     sizes = candidates(view.cols)
     totals = torch.zeros(len(sizes), dtype=torch.float64, device=grad.device)
     for chunk in chunks(view):

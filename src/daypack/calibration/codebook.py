@@ -19,14 +19,14 @@ LEVELS = 256
 GRID = 1 << 14
 #: Neighbouring levels are at least this far apart: half a bin of the histogram that they come from.
 MIN_GAP = 2.0**-12
-#: Counts of a Gaussian added to every histogram: from a small first gradient alone the codebook would be useless.
+#: Counts of a Gaussian added to every histogram, because a small first gradient alone gives a poor codebook.
 PRIOR_COUNTS = 65536
 
 Array = NDArray[np.float64]
 
 
 def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
-    """Counts of ``grad / absmax of its block`` in bins over [-1, 1]; exact zeros do not count. int64 ``[BINS]``."""
+    """Count ``grad / absmax of its block`` in bins over [-1, 1], exact zeros left out. Returns int64 ``[BINS]``."""
     block = min(block_size, view.cols)
     counts = torch.zeros(BINS, dtype=torch.int64, device=grad.device)
     for chunk in chunks(view, align=block):
@@ -40,7 +40,8 @@ def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def gaussian_prior(block_size: int) -> Array:
-    """Distribution over the bins of a Gaussian element divided by the absmax of its block; sums to 1 - 1/block_size.
+    """Return the distribution over the bins of a Gaussian element divided by its block's absmax; sums to 1 -
+    1/block_size.
 
     Given the block's absmax M the other elements are Gaussians cut off at M; M's own density is that of the largest of
     ``block_size`` magnitudes. The element that is the absmax falls on a pinned level and needs no count.
@@ -49,7 +50,7 @@ def gaussian_prior(block_size: int) -> Array:
     top = torch.linspace(0, 8, 1025, dtype=torch.float64)[1:]
     inside = torch.erf(top / 2**0.5)  # P(|z| < top)
     weight = inside**block_size - torch.cat([torch.zeros(1, dtype=torch.float64), inside[:-1] ** block_size])
-    likely = weight > 1e-18  # the others together change no count
+    likely = weight > 1e-18  # all others together are too small to matter
     top, weight = top[likely], (weight / inside)[likely]
     below = torch.zeros(BINS // 2 + 1, dtype=torch.float64)  # P(|element| < edge)
     for piece in (slice(i, i + 64) for i in range(0, len(top), 64)):  # 1 MiB at a time
@@ -59,7 +60,7 @@ def gaussian_prior(block_size: int) -> Array:
 
 
 def learn(counts: Tensor, block_size: int, solve: Callable[[Array, int], Array] | None = None) -> Tensor:
-    """The codebook for a histogram of normalised first gradients: fp32 ``[LEVELS]`` on the CPU, rising from -1 to 1.
+    """Return the codebook for a histogram of normalised first gradients: fp32 ``[LEVELS]`` on the CPU, from -1 up to 1.
 
     Args:
         solve: `optimal_levels`, or a faster function that returns the same.
@@ -69,12 +70,15 @@ def learn(counts: Tensor, block_size: int, solve: Callable[[Array, int], Array] 
 
 
 def on_grid(levels: Array) -> Tensor:
-    """``levels`` as multiples of 1 / `GRID`, fp32. `MIN_GAP` is a whole number of steps: levels keep that distance."""
+    """Round ``levels`` to multiples of 1 / `GRID`, fp32. `MIN_GAP` is a whole number of these, so levels keep that
+    distance.
+    """
     return torch.from_numpy(np.round(levels * GRID) / GRID).to(torch.float32)
 
 
 def optimal_levels(weights: Array, levels: int) -> Array:
-    """The ``levels`` values in [-1, 1], -1, 0 and 1 among them, with the least weighted squared error. fp64, rising.
+    """Return the ``levels`` values in [-1, 1] with the least weighted squared error, -1, 0 and 1 among them; fp64,
+    rising.
 
     Args:
         weights: non-negative, one per bin of equal width over [-1, 1]; an even number of bins. A bin counts as if all
@@ -97,7 +101,9 @@ def optimal_levels(weights: Array, levels: int) -> Array:
 
 
 def with_pinned(values: Array, levels: int) -> Array:
-    """The free levels ``values`` and -1, 0 and 1, rising, filled up to ``levels`` where some were left over."""
+    """Join the free levels ``values`` with -1, 0 and 1, in rising order, and fill up to ``levels`` where some are left
+    over.
+    """
     return _fill(np.unique(np.concatenate([np.array([-1.0, 0.0, 1.0]), values])), levels)
 
 
@@ -113,13 +119,15 @@ class _Halves:
         self.size = self.bins + 1
 
     def _cost(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Array:
-        """Squared error of bins [start, stop) around their own mean; flat positions into `prefix`."""
+        """Return the squared error of bins [start, stop) around their own mean. Positions are flat indices into
+        `prefix`.
+        """
         w, x, xx = self.prefix[:, stop] - self.prefix[:, start]
         cost: Array = np.maximum(xx - x * x / np.maximum(w, 1e-300), 0.0)
         return cost
 
     def solve(self, free: int) -> tuple[Array, NDArray[np.int16], NDArray[np.int64]]:
-        """Least error with 0..free levels between the two fixed ones.
+        """Find the least error for every number of levels, 0 to ``free``, between the two fixed ones.
 
         Returns:
             errors ``[2, free + 1]``; for layer k and position j the start of the last free segment,
@@ -132,22 +140,22 @@ class _Halves:
         errors = np.empty((2, free + 1))
         boundaries = np.zeros((free, 2, n), np.int16)
         last = np.empty((free + 1, 2), np.int64)
-        plan = _passes(self.bins)
+        passes = _passes(self.bins)
         for k in range(free + 1):
             total = best + outer
             last[k] = total.argmin(1)
             errors[:, k] = total[[0, 1], last[k]]
             if k < free:
-                best, boundaries[k] = self._layer(best, plan)
+                best, boundaries[k] = self._layer(best, passes)
         return errors, boundaries, last
 
-    def _layer(self, best: Array, plan: list[NDArray[np.int64]]) -> tuple[Array, NDArray[np.int64]]:
-        """``new[j] = min over i <= j of best[i] + cost(i, j)``, and the minimising i; both ``[2, N + 1]``."""
+    def _layer(self, best: Array, passes: list[NDArray[np.int64]]) -> tuple[Array, NDArray[np.int64]]:
+        """Return ``new[j] = min over i <= j of best[i] + cost(i, j)`` and the minimising i, both ``[2, N + 1]``."""
         n = self.size
         flat = best.reshape(-1)
         new = np.zeros(2 * n)
         arg = np.zeros(2 * n, np.int64)
-        for js in plan:
+        for js in passes:
             step = js[0]
             stop = np.concatenate([js, js + n])
             after = np.minimum(js + step, n - 1)
@@ -167,7 +175,9 @@ class _Halves:
         return new.reshape(2, n), arg.reshape(2, n)
 
     def levels(self, side: int, count: int, boundaries: NDArray[np.int16], last: NDArray[np.int64]) -> Array:
-        """The ``count`` free levels of one half, from 0 outwards: the means of their segments; empty ones left out."""
+        """Return the ``count`` free levels of one half, from 0 outwards: the means of their segments. Empty segments
+        give none.
+        """
         stop, values = int(last[count, side]), []
         for k in range(count - 1, -1, -1):
             start = int(boundaries[k, side, stop])
@@ -179,7 +189,7 @@ class _Halves:
 
 
 def _passes(bins: int) -> list[NDArray[np.int64]]:
-    """Positions 1..bins in an order where both neighbours at the pass's distance are known before each position."""
+    """Return positions 1..bins in passes; both neighbours at a pass's distance come in earlier passes."""
     passes = [np.array([bins])]
     step = 1 << (bins - 1).bit_length() - 1
     while step:

@@ -13,12 +13,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-LEVELS = 256
+MAP_LEVELS = 256
 _DECADES = 7
 
 
 def dynamic(signed: bool) -> Tensor:
-    """Seven decades below 1, each cut into half as many equal parts as the one above it: the dynamic tree map.
+    """Return the dynamic tree map: seven decades below 1, each cut into half as many equal parts as the decade above
+    it.
 
     The top decade (0.1, 1] has 64 parts (128 unsigned) and the lowest one 1 (2); a level is the middle of a part, and 0
     and 1 are levels too. Relative precision falls from 1 % near 1 to a factor of 2 at 1e-7.
@@ -33,15 +34,15 @@ def dynamic(signed: bool) -> Tensor:
 
 
 def even(signed: bool) -> Tensor:
-    """Multiples of 1/127 from -1 to 1 and one level more, 1/254; unsigned: squares of multiples of 1/255."""
+    """Return multiples of 1/127 from -1 to 1 and the level 1/254; if not ``signed``, squares of multiples of 1/255."""
     if not signed:
-        return torch.linspace(0, 1, LEVELS, dtype=torch.float64).square().float()
+        return torch.linspace(0, 1, MAP_LEVELS, dtype=torch.float64).square().float()
     half = torch.arange(1, 128, dtype=torch.float64) / 127
     return torch.cat([-half.flip(0), torch.tensor([0.0, 0.5 / 127], dtype=torch.float64), half]).float()
 
 
 def companded(signed: bool) -> Tensor:
-    """`even` levels times their own magnitude, so that small values are finer: down to 1.5e-5 (2e-10 unsigned)."""
+    """Return the `even` levels times their own magnitude: finer near 0, down to 1.5e-5 (2e-10 if not ``signed``)."""
     levels = even(signed).double()
     return (levels * levels.abs()).float()
 
@@ -60,19 +61,19 @@ def is_unsigned(name: str) -> bool:
 
 @lru_cache(maxsize=64)
 def levels(name: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The levels of the map ``name``, ``[256]``. Shared: read only."""
+    """Return the levels of the map ``name``, ``[256]``. The tensor is shared: do not write to it."""
     return MAPS[name]().to(device, dtype)
 
 
 @lru_cache(maxsize=64)
 def thresholds(name: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Where the nearest level changes, ``[255]``: half of the sum of two neighbours, rounded to fp32."""
+    """Return where the nearest level changes, ``[255]``: half of the sum of two neighbours, rounded to fp32."""
     known = levels(name)
     return ((known[1:] + known[:-1]) / 2).to(device, dtype)
 
 
 def nearest(x: Tensor, name: str) -> Tensor:
-    """Codes of the levels nearest to ``x`` ``[n]``: how many thresholds are at or below each; int32."""
+    """Return the codes of the levels nearest to ``x`` ``[n]``, int32: how many thresholds are at or below each."""
     edges = thresholds(name, x.device, x.dtype)
     if x.dtype != torch.float32:
         return torch.bucketize(x, edges, out_int32=True, right=True)
@@ -84,7 +85,9 @@ def nearest(x: Tensor, name: str) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _table(name: str, device: torch.device) -> Tensor:
-    """Thresholds at or below the smallest number with each upper half of its bits; int32 ``[65536]``."""
+    """Count, for each upper half of an fp32 number's bits, the thresholds at or below the smallest such number; int32
+    ``[65536]``.
+    """
     upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).bitwise_left_shift(16)
     ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32).nan_to_num(nan=2.0)
     low, high = torch.bucketize(ends.sort(0).values, thresholds(name), out_int32=True, right=True)

@@ -1,4 +1,4 @@
-"""The functions that calibration spends its time in: a backend may have faster ones that give the same."""
+"""The slow functions of calibration. A backend may have faster ones with the same results."""
 
 from __future__ import annotations
 

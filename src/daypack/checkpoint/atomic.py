@@ -29,7 +29,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text_whole(path: Path, text: str) -> None:
-    """`write_whole` for a text."""
+    """Write a text with `write_whole`."""
     write_whole(path, lambda temporary: _write_text(temporary, text))
 
 

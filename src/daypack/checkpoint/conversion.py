@@ -31,11 +31,11 @@ from daypack.rules.base import Meaning
 HISTORY = 10
 _UNSTEPPED = "it was never stepped"
 #: Options that mean the same wherever a constructor has them. All others keep the new optimizer's defaults.
-SHARED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "nonfinite")
+SHARED_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "nonfinite")
 
 
 def convert(optimizer: Optimizer, name: str, **options: Any) -> Optimizer:
-    """A new optimizer over the same parameters and groups that goes on where ``optimizer`` stands.
+    """Build another optimizer over the same parameters and groups that continues from the state of ``optimizer``.
 
     Moments are decoded, scaled where the new rule means something else by them, and stored in the new formats; steps
     are carried over. ``result.conversion`` is a `Report`. The old optimizer is left as it is; learning-rate schedulers
@@ -77,7 +77,7 @@ def require_whole(optimizer: Optimizer) -> None:
 
 
 def convert_snapshot(source: Snapshot, name: str, **options: Any) -> tuple[Optimizer, Report]:
-    """`convert` without the parameters: an optimizer over parameters that hold nothing, to be saved."""
+    """Convert saved state, without its parameters: the optimizer returned is only good for saving."""
     groups = [(kept_options(old, source, name, options), members) for old, members in source.groups]
     target = hollow(name, groups, source.params, source.named, options)
     return target, fill(target, source)
@@ -90,7 +90,7 @@ def hollow(
     named: bool,
     options: Mapping[str, Any],
 ) -> Optimizer:
-    """An optimizer over parameters of the right shapes whose memory is never touched."""
+    """Build an optimizer over parameters of the right shapes whose memory is never touched."""
 
     def make(member: str) -> Any:
         entry = params[member]
@@ -104,7 +104,9 @@ def hollow(
 
 
 def kept_options(old: Mapping[str, Any], source: Snapshot, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of the new optimizer takes over: shared options, and what is no option of the old one's."""
+    """Return what a group of the new optimizer takes over: shared options, and keys that are no options of the old
+    optimizer.
+    """
     if name not in REGISTRY:
         create(name, [])  # raises
     new = inspect.signature(REGISTRY[name]).parameters
@@ -116,7 +118,9 @@ def kept_options(old: Mapping[str, Any], source: Snapshot, name: str, options: M
     known = foreign.options_of(source)
     kept = {}
     for key, value in old.items():
-        shared = key in SHARED and key in new and isinstance(value, tuple) == isinstance(new[key].default, tuple)
+        shared = (
+            key in SHARED_OPTIONS and key in new and isinstance(value, tuple) == isinstance(new[key].default, tuple)
+        )
         extra = key not in known and key not in new and key not in ("rule", "decoupled_weight_decay")
         if (shared or extra) and key not in options:
             kept[key] = _as_long_as(new[key].default, value) if shared else value
@@ -124,7 +128,7 @@ def kept_options(old: Mapping[str, Any], source: Snapshot, name: str, options: M
 
 
 def _as_long_as(default: Any, value: Any) -> Any:
-    """The first of ``value``'s numbers, as many as ``default`` has, and the default's own for what is missing."""
+    """Return as many numbers of ``value`` as ``default`` has; missing ones are taken from ``default``."""
     if not isinstance(value, tuple):
         return value
     return (*value[: len(default)], *default[len(value) :])
@@ -145,7 +149,7 @@ class SourceMoment:
     read: Callable[[float], Numbers]
 
     def as_scale(self, scale: float) -> Numbers:
-        """The moment as it is stored where the factor to the same mean is ``scale``."""
+        """Return the moment as it is stored where the factor to the same mean is ``scale``."""
         return self.read(1.0 if self.scale == scale else self.scale / scale)
 
 
@@ -187,7 +191,7 @@ class Sources:
         self._options = {name: options for options, names in snapshot.groups for name in names}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Source | None:
-        """The state of ``name`` for a parameter of the same shape.
+        """Return the state of ``name`` for a parameter of the same shape.
 
         Raises:
             ValueError: it has another shape.
@@ -227,7 +231,7 @@ def fill(target: Optimizer, snapshot: Snapshot, find: Find | None = None) -> Rep
 
 
 class _Filler:
-    """One pass that learns the codebook where one is needed, and one that writes."""
+    """Fills a fresh optimizer in two passes: one learns the codebook where one is needed, the other writes."""
 
     def __init__(self, target: Optimizer, find: Find, origin: str) -> None:
         self.target, self.find, self.origin, self.report = target, find, origin, Report()
@@ -253,7 +257,7 @@ class _Filler:
         return moments.storage(self.target, group, tuple(p.shape), p.dtype, name)
 
     def _missing(self, found: Storage, source: Source) -> str:
-        """Why a parameter must start anew; empty if it need not."""
+        """Say why a parameter must start anew; empty if it need not."""
         if found.note or source.note:
             return found.note or source.note
         if source.step == 0:
@@ -264,14 +268,14 @@ class _Filler:
         return ""
 
     def _unfit(self, name: str, at: StoredMoment, source: Source) -> str:
-        """Why the target's moment ``name`` cannot be made from the source; empty if it can."""
+        """Say why the target's moment ``name`` cannot be made from the source; empty if it can."""
         if name not in source.moments:
             return f"{self.origin} keeps no {'second moment to divide by' if at.moment.squares else name}"
         theirs, ours = source.moments[name].meaning.of, at.moment.meaning.of
         return "" if theirs == ours else f"{name} of {self.origin} is a mean of {theirs}, not of {ours}"
 
     def _wanted(self, found: Storage, group: dict[str, Any], source: Source) -> dict[str, Numbers]:
-        """The moments of a target parameter, as it means them."""
+        """Return the moments of a target parameter, scaled to what the target means by them."""
         options, step = found.rule.read(group), _steps(found, source)
         return {
             name: source.moments[name].as_scale(at.moment.meaning.scale(options, step))
@@ -280,7 +284,9 @@ class _Filler:
         }
 
     def _lessons(self) -> dict[str, Tensor]:
-        """What formats of the target learn together: taken from the source, else learned from the moments to come."""
+        """Return what the target's formats learn together, by lesson: taken from the source, else learned from the new
+        moments.
+        """
         known: dict[str, Tensor] = {}
         teachers: dict[str, tuple[StateFormat, list[Callable[[], Tensor]]]] = {}
         for name, p, group in self.params:
@@ -330,7 +336,7 @@ class _Filler:
                 self.report.add(name, moment, "dropped", note=f"{type(self.target).__name__} keeps none")
 
     def _state(self, p: Tensor, found: Storage, source: Source) -> dict[str, Any]:
-        """The state of a parameter before its moments are written."""
+        """Return the state of a parameter before its moments are written."""
         step = torch.tensor(float(_steps(found, source)), dtype=torch.float32)
         state: dict[str, Any] = self.target.state[p]
         if isinstance(self.target, CompressedOptimizer):
@@ -342,20 +348,20 @@ class _Filler:
 
 
 def _is_same(found: Storage, group: dict[str, Any], source: Source) -> bool:
-    """Whether the target stores and means just what the source does."""
+    """Return whether the target stores the same things as the source and means the same by them."""
     if found.plan is None or found.plan != source.plan or source.step == 0:
         return False
     return moments.same_scales(found.plan, group, source.options, source.step)
 
 
 def _steps(found: Storage, source: Source) -> int:
-    """The step that a target parameter goes on from."""
+    """Return the step count that a target parameter continues from."""
     divides = any(at.moment.squares for at in found.moments.values())
     return min(source.step, HISTORY) if source.grown and divides else source.step
 
 
 def _learned_of(source: Numbers, lesson: str) -> Tensor | None:
-    """What the format that a moment is stored in has learned under ``lesson``."""
+    """Return what the format of a source moment has learned under ``lesson``, or None."""
     form, key, state = source.stored or (None, "", {})
     if form is None or form.lesson != lesson:
         return None

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from daypack.checkpoint import header, values
+from daypack.checkpoint import header, json_values
 from daypack.checkpoint.atomic import write_whole
 from daypack.checkpoint.header import CHECKSUM_SPAN, Header, Part
 from daypack.checkpoint.snapshot import Snapshot, Stored
@@ -39,7 +39,7 @@ MOST_SHARDS = 99_999
 
 
 def shard_path(path: Path, index: int, count: int, slot: str = "") -> Path:
-    """``state.safetensors`` as ``state-00001-of-00004.safetensors``."""
+    """Return the path of one shard: ``state.safetensors`` becomes ``state-00001-of-00004.safetensors``."""
     return path.with_name(f"{path.stem}-{index + 1:05}-of-{count:05}{slot}{path.suffix}")
 
 
@@ -47,13 +47,13 @@ _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}b?")
 
 
 def whole_of(path: Path) -> Path:
-    """The inverse of `shard_path`, of either slot; what is no shard stays."""
+    """Invert `shard_path`, with or without the ``b`` of a second set. Other paths are returned unchanged."""
     found = _SHARD.fullmatch(path.stem) if path.suffix == ".safetensors" else None
     return path.with_name(found[1] + path.suffix) if found else path
 
 
 def shards_of(path: Path) -> list[Path]:
-    """The shards beside the place of a whole file, in order, whether its index lists them or not."""
+    """Return the shards beside the path of a whole file, in order, whether its index lists them or not."""
     return _beside(path, "", "")
 
 
@@ -64,9 +64,9 @@ def _beside(path: Path, before: str, after: str) -> list[Path]:
 
 
 def free_slot(path: Path, count: int) -> str:
-    """What the names of a new set of shards end in, so that none of them is a name of the set that ``path`` stands for.
+    """Choose the ending of the names of a new set of shards, so that no file of the set at ``path`` is overwritten.
 
-    A set is replaced by one act, the renaming of its index; until then the old one must stay whole.
+    A set is replaced in one operation, the renaming of its index. Until then the old set must stay complete.
 
     Raises:
         ValueError: a name is taken by a file that is not of optimizer state, such as a shard of a model's weights.
@@ -74,7 +74,7 @@ def free_slot(path: Path, count: int) -> str:
     try:
         live = members(path) if path.is_file() else _own_shards(path)
     except (ValueError, OSError):
-        live = _own_shards(path)  # damaged: whatever can be put together from it by hand stays
+        live = _own_shards(path)  # damaged: keep all shards, so that what is intact can be recovered by hand
     slot = "b" if shard_path(path, 0, count) in live else ""
     for shard in (shard_path(path, index, count, slot) for index in range(count)):
         if shard.exists() and not _is_own(shard):
@@ -90,7 +90,7 @@ def _own_shards(path: Path) -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether daypack wrote a file: the weights of a model in shards have names of the same form."""
+    """Return whether daypack wrote a file, as the weights of a sharded model have names of the same form."""
     from safetensors import SafetensorError
 
     try:
@@ -102,12 +102,12 @@ def _is_own(path: Path) -> bool:
 def _open(path: Path) -> Any:
     from safetensors import safe_open
 
-    path.open("rb").close()  # safetensors says of any file that it cannot open that it is not there
+    path.open("rb").close()  # raises the real error: safetensors reports any file that it cannot open as missing
     return safe_open(str(path), framework="pt")
 
 
 def members(path: Path) -> list[Path]:
-    """The files with the tensors of a checkpoint: those that the index at ``path`` lists, or ``path`` itself.
+    """Return the files that hold a checkpoint's tensors: those that the index at ``path`` lists, or ``path`` itself.
 
     Raises:
         ValueError: damaged, or not such a file.
@@ -123,7 +123,7 @@ def members(path: Path) -> list[Path]:
 
 
 def commit(path: Path, shards: Sequence[Path]) -> None:
-    """Let ``path`` be the index of ``shards``, which are on the disk, and remove what it was before."""
+    """Make ``path`` the index of ``shards``, which are on the disk already, and remove what it stood for before."""
     content = _encoded({"__metadata__": header.index([shard.name for shard in shards])})
     write_whole(path, lambda temporary: _write_bytes(temporary, content))
     sweep(path, shards)
@@ -134,9 +134,11 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def sweep(path: Path, shards: Sequence[Path] = ()) -> None:
-    """Remove all shards of optimizer state beside ``path`` but these, and what a killed process left of some."""
-    with contextlib.suppress(OSError):  # the new state stands already; what stays beside it is not read
-        # What a write left may have no header yet: there the name tells, which `write_whole` gives.
+    """Remove all shards of optimizer state beside ``path`` except ``shards``, and the temporary files of killed
+    processes.
+    """
+    with contextlib.suppress(OSError):  # the new state is complete; files that stay beside it are not read
+        # A file that a killed write left may have no header yet; it is recognised by the name that `write_whole` gives.
         for old in {*_own_shards(path), *_beside(path, ".", ".tmp")} - {*shards}:
             old.unlink(missing_ok=True)
 
@@ -145,9 +147,10 @@ def sweep(path: Path, shards: Sequence[Path] = ()) -> None:
 
 
 def write(path: Path, snapshot: Snapshot, index: int = 0, count: int = 1) -> None:
-    """Write one shard of ``snapshot`` to ``path``: what it holds of split tensors, and in the first one all others.
+    """Write one shard of ``snapshot`` to ``path``: its rows of split tensors and, in the first shard, all other
+    tensors.
 
-    The checksums stand before the data, so their place is kept free and filled in at the end.
+    The checksums come before the data, so their space is reserved first and filled in at the end.
     """
     common, parts = header.describe(snapshot, count)
     if index:
@@ -166,7 +169,7 @@ def write(path: Path, snapshot: Snapshot, index: int = 0, count: int = 1) -> Non
 
 
 def _front(head: Header, parts: list[Part]) -> bytes:
-    """All that stands before the data of a safetensors file."""
+    """Return everything that comes before the data in a safetensors file."""
     text = head.text()
     entries: dict[str, Any] = {"__metadata__": {header.HEADER: text, header.CHECKSUM: header.checksum(text)}}
     offset = 0
@@ -181,14 +184,14 @@ def _front(head: Header, parts: list[Part]) -> bytes:
 
 
 def _encoded(entries: Mapping[str, Any]) -> bytes:
-    """The header of a safetensors file; its text is padded, so that the data begin at a multiple of 8."""
+    """Return the header of a safetensors file, its text padded so that the data begin at a multiple of 8."""
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
 
 
 def _write_tensor(file: BinaryIO, part: Part) -> str:
-    """Append the bytes of a tensor; returns its checksums."""
+    """Append the bytes of a tensor, and return its checksums."""
     data, crc = _bytes(part.read().cpu()), []
     for run, start in enumerate(range(0, len(data), CHECKSUM_SPAN)):
         piece = data[start : start + CHECKSUM_SPAN]
@@ -206,7 +209,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def read(path: Path) -> Snapshot:
-    """The state in a file, or in the shards that it lists. Tensors are read when they are asked for.
+    """Return the state in a file, or in the shards that it lists. Tensors are read when they are used.
 
     Shards without their index are read by their names.
 
@@ -224,7 +227,7 @@ def read(path: Path) -> Snapshot:
 
 
 def read_shards(paths: list[Path]) -> Snapshot:
-    """The state in these files, which must be all the shards of one checkpoint, in any order."""
+    """Return the state in these files, which must be all shards of one checkpoint, in any order."""
     files = [_File(path) for path in paths]
     first, count = files[0], files[0].head.count
     if sorted(file.head.index for file in files) != list(range(count)) or any(f.head.count != count for f in files):
@@ -243,7 +246,7 @@ def read_shards(paths: list[Path]) -> Snapshot:
 
 
 def _tensors(files: list[_File]) -> Iterator[tuple[str, Stored]]:
-    """All tensors by name: whole ones in the first file, split ones put together from the rows in all."""
+    """Yield all tensors by name: whole ones from the first file, split ones put together from the rows in all files."""
     split: Mapping[str, Any] = files[0].head.common["split"]
     for file in files:
         extra = file.names - split.keys()
@@ -253,7 +256,7 @@ def _tensors(files: list[_File]) -> Iterator[tuple[str, Stored]]:
         yield name, files[0].stored(name)
     for name, (dtype, shape) in split.items():
         pieces = [(*file.head.rows[name], file.stored(name)) for file in files if name in file.head.rows]
-        yield name, _joined(name, values.dtype_of(dtype), tuple(map(int, shape)), sorted(pieces, key=_span))
+        yield name, _joined(name, json_values.dtype_of(dtype), tuple(map(int, shape)), sorted(pieces, key=_span))
 
 
 def _span(piece: tuple[int, int, Stored]) -> tuple[int, int]:

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from daypack.checkpoint import file as files
 from daypack.checkpoint import libraries, moments, snapshot
-from daypack.checkpoint.content import class_in, damage, is_safetensors, torch_load, weights_in
-from daypack.checkpoint.live import torch_class
 from daypack.checkpoint.moments import PLAIN, Storage
+from daypack.checkpoint.save_load import torch_class
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
+from daypack.checkpoint.torch_files import class_in, file_damage, is_safetensors, torch_load, weights_in
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
 
@@ -27,7 +27,7 @@ _OTHERS = ("ademamix", "adagrad", "rmsprop", "lars", "lamb")
 
 
 def family(name: str) -> str:
-    """The class of `PLAIN` whose moments an optimizer called ``name`` keeps.
+    """Return the class of `PLAIN` whose moments an optimizer called ``name`` keeps.
 
     Raises:
         ValueError: none.
@@ -41,7 +41,7 @@ def family(name: str) -> str:
 
 
 def storages(source: Snapshot) -> Callable[[str], Storage]:
-    """How the state of each parameter of a snapshot is stored."""
+    """Return a function from a parameter's name to how its state is stored in the snapshot."""
     options = {name: group for group, names in source.groups for name in names}
     if source.optimizer in PLAIN:
 
@@ -64,7 +64,7 @@ def storages(source: Snapshot) -> Callable[[str], Storage]:
 
 
 def _empty(cls_name: str) -> Optimizer:
-    """An optimizer of ours over nothing, which knows the plans."""
+    """Build one of our optimizers over no parameters, to ask it for plans."""
     for name, cls in REGISTRY.items():
         if cls.__name__ == cls_name and issubclass(cls, CompressedOptimizer):
             return create(name, [Parameter(torch.empty(0))])
@@ -73,7 +73,7 @@ def _empty(cls_name: str) -> Optimizer:
 
 
 def options_of(source: Snapshot) -> set[str]:
-    """Options of the class that a snapshot is of; what else its groups hold is the user's."""
+    """Return the options of the class that saved a snapshot; other keys of its groups are the user's own."""
     if source.optimizer in PLAIN:
         return {*torch.optim.AdamW([torch.empty(0)]).defaults, *torch.optim.SGD([torch.empty(0)]).defaults}
     return {*_empty(source.optimizer).defaults}
@@ -83,7 +83,7 @@ def options_of(source: Snapshot) -> set[str]:
 
 
 def take(optimizer: Optimizer) -> Snapshot:
-    """`snapshot.take`, also of bitsandbytes' and torchao's optimizers."""
+    """Take a snapshot of an optimizer, as `snapshot.take` does; also of bitsandbytes' and torchao's."""
     home = type(optimizer).__module__.split(".")[0]
     if home not in ("bitsandbytes", "torchao"):
         if not isinstance(optimizer, CompressedOptimizer):
@@ -107,7 +107,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 def of_state_dict(
     packed: Mapping[str, Any], cls_name: str | None, shapes: Shapes | None, named: bool, source: str = "this mapping"
 ) -> Snapshot:
-    """A snapshot of a ``state_dict()``.
+    """Return a snapshot of a ``state_dict()``.
 
     Args:
         cls_name: the optimizer's class; None: found from what the state holds.
@@ -157,7 +157,7 @@ def _of_packed(packed: Mapping[str, Any], cls_name: str | None, shapes: Shapes |
 
 
 def _names(group: Mapping[str, Any]) -> list[str] | None:
-    """The names of a group's parameters, if it has them; distributed checkpoints use names as keys."""
+    """Return the names of a group's parameters, or None. In distributed checkpoints the keys are names."""
     keys = group["params"]
     if keys and all(isinstance(key, str) for key in keys):
         return list(keys)
@@ -166,8 +166,9 @@ def _names(group: Mapping[str, Any]) -> list[str] | None:
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict from the flattened form of torch's distributed checkpoints: ``state.<name>.<key>`` and
-    ``param_groups.<name>.<option>``. Parameters with equal options make a group."""
+    """Rebuild a state dict from the flat keys of torch's distributed checkpoints, ``state.<name>.<key>`` and
+    ``param_groups.<name>.<option>``. Parameters with equal options form a group.
+    """
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for path, value in flat.items():
@@ -189,7 +190,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_kind(found: Snapshot) -> None:
-    """Refuse state that is not what its class keeps.
+    """Refuse state that is not what its optimizer class keeps.
 
     Raises:
         ValueError: naming the parameter, what it has and what it should have.
@@ -219,7 +220,7 @@ def _momentum(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shape(state: Mapping[str, Value]) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a parameter, as far as its state tells.
+    """Return shape and dtype of a parameter, as far as its state tells.
 
     Raises:
         ValueError: it does not tell.
@@ -250,7 +251,7 @@ def _shaped(state: dict[str, Value], shape: tuple[int, ...]) -> dict[str, Value]
 
 
 def _renamed(entry: ParamState, cls_name: str) -> ParamState:
-    """Moments under the names that `PLAIN` gives them."""
+    """Return an entry with its moments under the names that `PLAIN` gives them."""
     if cls_name != "SGD" or "exp_avg" not in entry.state:
         return entry
     state = {"momentum_buffer" if key == "exp_avg" else key: value for key, value in entry.state.items()}
@@ -258,7 +259,7 @@ def _renamed(entry: ParamState, cls_name: str) -> ParamState:
 
 
 def _guess(found: Snapshot) -> str:
-    """The class whose state this is: the one of ours whose plans name just these tensors, or one of torch's.
+    """Find the class whose state this is: ours whose plans name exactly these tensors, or one of torch's.
 
     Raises:
         ValueError: none, or several.
@@ -301,7 +302,7 @@ def _fits(optimizer: CompressedOptimizer | Optimizer, options: Mapping[str, Any]
 def _shapes_of(
     optimizer: Optimizer, options: Mapping[str, Any], entry: ParamState, name: str
 ) -> dict[str, tuple[int, ...]]:
-    """What one of ours keeps of a parameter, by key.
+    """Return the shape of each tensor that one of our optimizers keeps of a parameter, by key.
 
     Raises:
         ValueError: the group's options are not this optimizer's.
@@ -318,13 +319,14 @@ def _shapes_of(
 
 
 def read(path: Path, cls_name: str | None = None) -> Snapshot:
-    """The state of `read_with_weights` alone."""
+    """Return the state that `read_with_weights` reads, without the weights."""
     return read_with_weights(path, cls_name)[0]
 
 
 def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot, Mapping[str, Tensor]]:
-    """State in any file that is known: our safetensors (or their shards), what ``torch.save`` made of an optimizer's
-    ``state_dict()``, or a training checkpoint (weights and such a ``state_dict()`` in a dict). Nothing in it is run.
+    """Read state from any known file: our safetensors (or their shards), an optimizer's ``state_dict()`` from
+    ``torch.save``, or a training checkpoint (a dict with weights and such a ``state_dict()``). No code in the file is
+    run.
 
     Args:
         cls_name: who saved it, for a ``state_dict()`` that leaves it open: a registered name or a family.
@@ -339,7 +341,7 @@ def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot
         return _confirmed(files.read(path), cls_name, path), {}
     content = torch_load(path)
     weights, cls = weights_in(content), class_in(content)
-    if cls and (fault := damage(path)):
+    if cls and (fault := file_damage(path)):
         raise ValueError(f"damaged checkpoint {path}: {fault}; use another checkpoint")
     for key in ("optimizer", "optimizer_state_dict", "optim"):
         if isinstance(content, dict) and "param_groups" not in content and isinstance(content.get(key), dict):
@@ -355,7 +357,7 @@ def read_with_weights(path: Path, cls_name: str | None = None) -> tuple[Snapshot
 
 
 def _confirmed(found: Snapshot, name: str | None, path: Path) -> Snapshot:
-    """``found``, which says itself what it is of, if ``name`` says so as well or nothing."""
+    """Return ``found``, which names its own optimizer, after checking that ``name`` is None or agrees."""
     if name is not None and _class(name) != found.optimizer:
         raise ValueError(f"{path} says that {found.optimizer} saved it, not {name}; leave --from out")
     return found
@@ -364,7 +366,7 @@ def _confirmed(found: Snapshot, name: str | None, path: Path) -> Snapshot:
 def of_any(
     state: Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str], cls_name: str | None = None
 ) -> Snapshot:
-    """State in whatever form it is: an optimizer, its ``state_dict()``, a file of either kind.
+    """Return a snapshot of state in any form: an optimizer, its ``state_dict()``, or a file of either kind.
 
     Args:
         cls_name: the optimizer that saved it, where a ``state_dict()`` or a file does not tell.
@@ -379,5 +381,5 @@ def of_any(
 
 
 def _class(name: str) -> str:
-    """The class that a user means: a registered name, or a family of other libraries' optimizers."""
+    """Return the class that a user means: a registered name, or a family of other libraries' optimizers."""
     return REGISTRY[name].__name__ if name in REGISTRY else family(name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daypack.checkpoint import values
+from daypack.checkpoint import json_values
 from daypack.checkpoint.snapshot import ParamState, Snapshot, Stored, Value
 
 FORMAT = "daypack optimizer state"
@@ -82,17 +82,17 @@ class Header:
 
 
 def runs(nbytes: int) -> int:
-    """Checksums of a tensor of so many bytes."""
+    """Return the number of checksums of a tensor of ``nbytes`` bytes."""
     return ceil(nbytes / CHECKSUM_SPAN)
 
 
 def seed(name: str, dtype: torch.dtype, shape: tuple[int, ...], run: int) -> int:
-    """What a run's checksum starts from: a tensor under another name, dtype or shape does not match either."""
-    return zlib.crc32(f"{name} {values.name_of(dtype)} {list(shape)} {run}".encode())
+    """Return the start value of a run's checksum, so that a tensor of another name, dtype or shape does not match."""
+    return zlib.crc32(f"{name} {json_values.name_of(dtype)} {list(shape)} {run}".encode())
 
 
 def describe(snapshot: Snapshot, count: int) -> tuple[dict[str, Any], list[Part]]:
-    """What all shards say alike, and the tensors of one of ``count`` (whole ones go to the first), in order."""
+    """Return what all shards state alike, and the tensors of one of ``count`` in order (whole ones go to the first)."""
     known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str] = {}
     params: dict[str, Any] = {}
     parts: list[Part] = []
@@ -102,20 +102,23 @@ def describe(snapshot: Snapshot, count: int) -> tuple[dict[str, Any], list[Part]
         for key, value in param.state.items():
             tensor = f"{name}.{key}"
             if not isinstance(value, Stored):
-                state[key] = {"number": values.encode(value, f"{key} of parameter {name}")}
+                state[key] = {"number": json_values.encode(value, f"{key} of parameter {name}")}
                 continue
             start, stop = value.held or (0, value.shape[0])
             state[key] = _shared(known, tensor, value)
             if count > 1 and value.follows:
-                split[tensor] = [values.name_of(value.dtype), list(value.shape)]
+                split[tensor] = [json_values.name_of(value.dtype), list(value.shape)]
             if state[key] == tensor and not (count > 1 and value.follows and start == stop):
                 parts.append(Part(tensor, value, start, stop))
-        params[name] = {"shape": list(param.shape), "dtype": values.name_of(param.dtype), "state": state}
+        params[name] = {"shape": list(param.shape), "dtype": json_values.name_of(param.dtype), "state": state}
         whole = [key for key, value in param.state.items() if isinstance(value, Stored) and not value.follows]
         if whole:
             params[name]["whole"] = whole
     groups = [
-        {"options": {key: values.encode(value, f"option {key}") for key, value in options.items()}, "params": [*names]}
+        {
+            "options": {key: json_values.encode(value, f"option {key}") for key, value in options.items()},
+            "params": [*names],
+        }
         for options, names in snapshot.groups
     ]
     common = {
@@ -131,7 +134,7 @@ def describe(snapshot: Snapshot, count: int) -> tuple[dict[str, Any], list[Part]
 
 
 def _shared(known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str], tensor: str, value: Stored) -> str:
-    """The name that a tensor is stored under: its own, or that of an equal one before it."""
+    """Return the name that a tensor is stored under: its own, or that of an equal tensor before it."""
     if value.follows or value.nbytes > SHARED_BYTES:
         return tensor
     content = value.whole().cpu().contiguous().view(torch.uint8).numpy().tobytes()
@@ -139,7 +142,7 @@ def _shared(known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str], tensor
 
 
 def parse(metadata: Mapping[str, str] | None) -> Header:
-    """The header of a file with tensors, its structure checked.
+    """Return the header of a file with tensors, after checking its structure.
 
     Raises:
         ValueError: not one of these files, of another version, or damaged.
@@ -157,7 +160,7 @@ def parse(metadata: Mapping[str, str] | None) -> Header:
 
 
 def listed(metadata: Mapping[str, str] | None) -> list[str] | None:
-    """The names of the shards that an index lists; None for a file with tensors of its own.
+    """Return the names of the shards that an index lists; None for a file with tensors of its own.
 
     Raises:
         ValueError, Malformed: as `parse`.
@@ -169,7 +172,7 @@ def listed(metadata: Mapping[str, str] | None) -> list[str] | None:
 
 
 def index(names: Sequence[str]) -> dict[str, str]:
-    """The metadata of an index of shards."""
+    """Return the metadata of an index of shards."""
     text = json.dumps({"format": FORMAT, "version": VERSION, "shards": list(names)}, separators=(",", ":"))
     return {HEADER: text, CHECKSUM: checksum(text)}
 
@@ -193,7 +196,7 @@ def checksum(text: str) -> str:
 
 
 def snapshot_of(common: Mapping[str, Any], find: Mapping[str, Stored]) -> Snapshot:
-    """The state that a header describes; ``find`` has its tensors by name.
+    """Return the state that a header describes; ``find`` has its tensors by name.
 
     Raises:
         ValueError: the header contradicts itself, or lacks a tensor.
@@ -201,7 +204,7 @@ def snapshot_of(common: Mapping[str, Any], find: Mapping[str, Stored]) -> Snapsh
     """
     params = {str(name): _param(name, entry, find) for name, entry in common["params"].items()}
     groups = tuple(
-        ({key: values.decode(value) for key, value in group["options"].items()}, tuple(map(str, group["params"])))
+        ({key: json_values.decode(value) for key, value in group["options"].items()}, tuple(map(str, group["params"])))
         for group in common["groups"]
     )
     listed = [name for _, names in groups for name in names]
@@ -221,8 +224,8 @@ def _param(name: str, entry: Mapping[str, Any], find: Mapping[str, Stored]) -> P
             found = find[value]
             state[str(key)] = Stored(found.shape, found.dtype, found.read, key not in whole, found.held)
         else:
-            state[str(key)] = values.decode(value["number"])
+            state[str(key)] = json_values.decode(value["number"])
     shape = tuple(int(size) for size in entry["shape"])
     if any(size < 0 for size in shape):
         raise ValueError(f"parameter {name} has shape {shape}")
-    return ParamState(shape, values.dtype_of(entry["dtype"]), state)
+    return ParamState(shape, json_values.dtype_of(entry["dtype"]), state)

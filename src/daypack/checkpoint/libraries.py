@@ -18,7 +18,9 @@ _BNB_BLOCKS = (256, 2048)
 
 
 def entry(raw: Mapping[str, Any]) -> dict[str, Value]:
-    """The state of one parameter with each moment of a foreign form as a plain one that is decoded when it is read."""
+    """Return the state of one parameter, other libraries' forms of moments replaced by tensors that are decoded when
+    read.
+    """
     flat = {**{k: v for k, v in raw.items() if k != _BNB_NEST}, **raw.get(_BNB_NEST, {})}
     state: dict[str, Value] = {}
     for key, value in flat.items():
@@ -40,7 +42,7 @@ def entry(raw: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _dequantized(value: Any) -> Callable[[int, int], Tensor]:
-    """torchao's own decoding: 8 bits, 4 bits, fp8."""
+    """Return a reader that uses torchao's own decoding: 8 bits, 4 bits, fp8."""
 
     def read(start: int, stop: int) -> Tensor:
         whole: Tensor = value.dequantize(torch.float32)
@@ -50,7 +52,7 @@ def _dequantized(value: Any) -> Callable[[int, int], Tensor]:
 
 
 def _torchao(value: Any) -> Coded | None:
-    """What a tensor of torchao holds: codes (two in a byte with 4 bits), a scale per block, and their levels."""
+    """Return what a tensor of torchao holds: codes (two per byte with 4 bits), a scale per block, and the levels."""
     codes, scale = value.codes, getattr(value, "scale", None)
     if not isinstance(scale, Tensor) or not scale.numel():
         return None
@@ -59,7 +61,7 @@ def _torchao(value: Any) -> Coded | None:
 
 
 def _bitsandbytes(flat: Mapping[str, Any], index: str) -> Value:
-    """``qmap[code] * absmax`` over blocks of 256 elements of the flattened tensor, or fp32 as it is.
+    """Return ``qmap[code] * absmax`` over blocks of 256 elements of the flattened tensor, or fp32 values unchanged.
 
     Raises:
         ValueError: the old form with one scale for the whole tensor.

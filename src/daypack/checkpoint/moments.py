@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from daypack.checkpoint.live import torch_class
+from daypack.checkpoint.save_load import torch_class
 from daypack.checkpoint.snapshot import Stored, Value
 from daypack.formats.base import StateFormat
 from daypack.formats.dense import Dense
@@ -24,7 +24,7 @@ from daypack.rules.base import Moment, Options, Rule
 from daypack.rules.lion import LION
 from daypack.rules.sgd import SGD
 
-#: What a parameter's steps are taken for where its optimizer (torch's SGD) does not count them: past any warm-up.
+#: Step count assumed for a parameter whose optimizer (torch's SGD) keeps none: past any warm-up.
 UNCOUNTED = 10_000
 
 
@@ -57,7 +57,7 @@ class Storage:
 
 
 def dense(rule: Rule, counts: bool = True, **keys: str) -> Storage:
-    """State as torch keeps it: each moment one tensor of the parameter's shape."""
+    """Describe state as torch keeps it: each moment one tensor of the parameter's shape."""
     moments = {name: StoredMoment(rule.moment(name), Dense(), key) for name, key in keys.items()}
     return Storage(rule, moments, counts=counts)
 
@@ -72,7 +72,7 @@ PLAIN = {
 
 
 def storage(optimizer: Optimizer, group: Options, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Storage:
-    """How ``optimizer`` stores the state of a parameter."""
+    """Return how ``optimizer`` stores the state of a parameter."""
     if not isinstance(optimizer, CompressedOptimizer):
         found = PLAIN[torch_class(optimizer).__name__]
         return found if group.get("momentum", 1) else Storage(found.rule, {}, counts=False)
@@ -83,7 +83,7 @@ def storage(optimizer: Optimizer, group: Options, shape: tuple[int, ...], dtype:
 
 
 def load_entry(entry: Mapping[str, Value], found: Storage, view: Geometry) -> dict[str, Any]:
-    """The saved state of one parameter, read, in the shapes that formats work on."""
+    """Read the saved state of one parameter, in the shapes that formats work on."""
     state = {key: value.whole() if isinstance(value, Stored) else value for key, value in entry.items()}
     for moment in found.moments.values():
         moment.form.load_(state, moment.key, view)
@@ -91,7 +91,7 @@ def load_entry(entry: Mapping[str, Value], found: Storage, view: Geometry) -> di
 
 
 def same_scales(plan: ParamPlan, ours: Options, theirs: Options, step: int) -> bool:
-    """Whether a rule means the same by its moments under the options of two groups."""
+    """Return whether a rule means the same by its moments under the options of two groups."""
     ours, theirs = plan.rule.read(ours), plan.rule.read(theirs)
     scales = [moment.meaning.scale for moment, _ in plan.kept]
     return all(scale(ours, step) == scale(theirs, step) for scale in scales)
@@ -105,7 +105,7 @@ class Numbers:
         view: the parameter.
         read: decodes a chunk.
         align: chunks of a row start at multiples of this many columns.
-        stored: where it comes from, if that can be taken over as it is: format, key, state.
+        stored: format, key and state that it is decoded from, if these can be copied unchanged.
     """
 
     view: Geometry
@@ -121,7 +121,7 @@ class Numbers:
         return any(bool(self.read(chunk).any()) for chunk in self.chunks())
 
     def whole(self) -> Tensor:
-        """All of it, in the parameter's shape."""
+        """Return the whole moment, in the parameter's shape."""
         parts = [(chunk, self.read(chunk)) for chunk in self.chunks()]
         dtype = parts[0][1].dtype if parts else torch.float32
         result = torch.zeros(self.view.shape, dtype=dtype, device=parts[0][1].device if parts else None)
@@ -133,7 +133,7 @@ class Numbers:
 def numbers(
     state: Mapping[str, Any], moment: StoredMoment, view: Geometry, dtype: torch.dtype, scale: float
 ) -> Numbers:
-    """A stored moment, times ``scale``."""
+    """Return a stored moment times ``scale``, to be read chunk by chunk."""
     decoder = moment.form.decoder(dict(state), moment.key, view)
     real = accumulator(dtype)
 
@@ -150,19 +150,19 @@ def numbers(
 
 
 def of_dense(tensor: Tensor) -> Numbers:
-    """A tensor of the parameter's shape."""
+    """Return a tensor of the parameter's shape as `Numbers`."""
     view, state = geometry(tuple(tensor.shape)), {"x": tensor}
     decode, real = Dense().decoder(state, "x", view), accumulator(tensor.dtype)
     return Numbers(view, lambda chunk: decode(chunk).to(real), stored=(Dense(), "x", state))
 
 
 def gradient_like(moment: StoredMoment, source: Numbers) -> Tensor:
-    """What formats learn from, in place of a first gradient: the moment, or the root of a mean of squares."""
+    """Return what formats learn from in place of a first gradient: the moment, or the root of a mean of squares."""
     return source.whole().sqrt_() if moment.moment.squares else source.whole()
 
 
 def learn(form: StateFormat, gradients: Iterable[Tensor]) -> Tensor:
-    """What a format learns from ``gradients`` (see `gradient_like`), together."""
+    """Return what a format learns from all ``gradients`` together (see `gradient_like`)."""
     total = None
     for x in gradients:
         view, tools = geometry(tuple(x.shape)), dispatch.tools(x)
@@ -213,7 +213,7 @@ def _suffixes(moment: StoredMoment, view: Geometry) -> list[str]:
 
 
 def _like(state: Mapping[str, Any], moment: StoredMoment, view: Geometry) -> Tensor:
-    """A 0-dim tensor on the device of a moment's state, in the dtype that it is computed in."""
+    """Return a 0-dim tensor on the device of a moment's state, in the dtype of its arithmetic."""
     tensors = [state[moment.key + suffix] for suffix in _suffixes(moment, view)]
     stored = next(t for t in tensors if t.is_floating_point())
     return torch.zeros((), dtype=accumulator(stored.dtype), device=stored.device)

@@ -47,7 +47,7 @@ class Report:
         self.entries.append(Carried(param, moment, outcome, error, note))
 
     def counts(self) -> dict[str, int]:
-        """Number of moments by outcome."""
+        """Return the number of moments by outcome."""
         return dict(Counter(entry.outcome for entry in self.entries))
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Report:
         return kinds
 
     def table(self) -> str:
-        """A line for each moment."""
+        """Return a text with a line for each moment."""
         width = max((len(entry.param) for entry in self.entries), default=0)
         return "\n".join(
             f"{entry.param:{width}}  {entry.moment:10}  {entry.outcome:11}  {entry.error:8.2%}  {entry.note}".rstrip()

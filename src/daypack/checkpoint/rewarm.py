@@ -1,4 +1,4 @@
-"""Going on without optimizer state: a short pause and rise of the learning rate instead of a bump of the loss."""
+"""Continuing without optimizer state: a short warm-up of the learning rate, so that the loss does not jump."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.optim import Optimizer
 
 
 class Rewarm:
-    """Scales the learning rate during the next steps of ``optimizer``, whatever scheduler sets it, then goes away.
+    """Scales the learning rate during the next steps of ``optimizer``, whatever scheduler sets it, then removes itself.
 
     Without state, Adam's first updates are signs of single gradients, each element moving by the whole learning rate:
-    harmless at the start of training, a bump of the loss in the middle of it. Over ``rise`` steps the rate comes
-    back linearly; for ``observe`` steps before them moments are gathered while the parameters stand still (rate 0),
-    which by itself helps little (docs/resume.md has the figures).
+    this is harmless at the start of training but raises the loss for a while in the middle of it. The rate returns
+    linearly over ``rise`` steps. In the ``observe`` steps before them the rate is 0: moments are gathered and
+    parameters do not move, which by itself helps little (docs/resume.md has the figures).
 
     Args:
         optimizer: any optimizer of torch's interface; its groups' ``lr`` are restored after every step.

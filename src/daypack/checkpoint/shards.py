@@ -74,7 +74,7 @@ def split(path: str | os.PathLike[str], count: int, folder: str | os.PathLike[st
 
 
 def _divided(snapshot: Snapshot) -> Iterator[Stored]:
-    """The tensors whose rows shards share."""
+    """Yield the tensors whose rows are divided among shards."""
     for param in snapshot.params.values():
         yield from (value for value in param.state.values() if isinstance(value, Stored) and value.follows)
 

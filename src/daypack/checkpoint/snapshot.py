@@ -1,4 +1,4 @@
-"""Saved state apart from where it lies: what files are written from, what they are read as, and what is converted."""
+"""Saved state in memory: files are written from it and read into it, and conversion works on it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stored:
         read: rows ``[start, stop)`` of dim 0; what it returns may be a view of memory that must not be changed.
         follows: dim 0 is dim 0 of the parameter, so that a shard of the one is a shard of the other.
         held: the rows that are here, where the rest lies elsewhere; None: all of them.
-        coded: where ``read`` decodes what another library keeps: that.
+        coded: another library's own form, where ``read`` decodes it.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Stored:
         return self.read(0, self.shape[0])
 
     def part(self, start: int, stop: int) -> Stored:
-        """This tensor as a shard holds it."""
+        """Return this tensor as a shard holds it: rows ``start`` to ``stop``."""
         return replace(self, held=(start, stop))
 
 
@@ -100,7 +100,7 @@ class Snapshot:
 
 
 def of_tensor(tensor: Tensor, follows: bool = False) -> Stored:
-    """A tensor in memory; of a DTensor the rows that are here, once among ranks that hold the same ones."""
+    """Return a tensor in memory as `Stored`; of a DTensor, the rows here, on the first rank that holds them."""
     local, (start, stop), first = sharding.to_local(tensor.detach()), *sharding.rows_of(tensor)
 
     def read(begin: int, end: int) -> Tensor:
@@ -113,7 +113,7 @@ def of_tensor(tensor: Tensor, follows: bool = False) -> Stored:
 
 
 def names_of(optimizer: Optimizer) -> tuple[list[list[str]], bool]:
-    """Names of the parameters of each group, and whether they are the parameters' own: all named, none twice."""
+    """Return the names of each group's parameters, and whether they are the parameters' own (all named, none twice)."""
     names = [list(map(str, group.get("param_names") or ())) for group in optimizer.param_groups]
     every = [name for group in names for name in group]
     counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -123,7 +123,7 @@ def names_of(optimizer: Optimizer) -> tuple[list[list[str]], bool]:
 
 
 def take(optimizer: Optimizer, metadata: Mapping[str, str] | None = None) -> Snapshot:
-    """The state of a live optimizer. Nothing is copied: it changes with the next step.
+    """Return the state of a live optimizer. Nothing is copied: it changes with the next step.
 
     Raises:
         ValueError: the state holds something that is no tensor and no number.
@@ -144,7 +144,7 @@ def take(optimizer: Optimizer, metadata: Mapping[str, str] | None = None) -> Sna
 def _following(
     optimizer: Optimizer, group: Mapping[str, Any], name: str, p: Tensor, entry: Mapping[str, Any]
 ) -> set[str]:
-    """State keys whose dim 0 is that of the parameter."""
+    """Return the state keys whose dim 0 is that of the parameter."""
     if isinstance(optimizer, CompressedOptimizer):
         plan = optimizer.plan(p.shape, p.dtype, dict(group), name)
         return {key for key, spec in specs_of(p, plan).items() if spec.follows}

@@ -22,7 +22,7 @@ class Interrupted(Exception):
 
 
 def main() -> None:
-    """Entry point of the `daypack` command."""
+    """Run the `daypack` command and exit with its code."""
     sys.exit(run(sys.argv[1:]))
 
 
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _wanted_memory(error: Exception) -> str | None:
-    """How much memory was asked for in vain, for a message; None for an error of another kind."""
+    """Return how much memory could not be allocated, as text for a message; None for an error of another kind."""
     text = str(error)
     if not (isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text.lower()):
         return None
@@ -81,7 +81,7 @@ def _refuse(message: str) -> int:
 
 
 def _never_fail_on_a_character(stream: TextIO) -> None:
-    """A terminal that cannot show ± gets a question mark instead of a traceback."""
+    """Make ``stream`` print a question mark for a character that it cannot show (such as ±), instead of raising."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")

@@ -39,5 +39,5 @@ def root(
 
 app.command()(compare_command.compare)
 app.command()(train_command.train)
-for command, usage in {**inspect_commands.COMMANDS, **state_commands.COMMANDS}.items():
+for command, usage in {**inspect_commands.INSPECT_COMMANDS, **state_commands.STATE_COMMANDS}.items():
     app.command(options_metavar=usage)(command)

@@ -16,7 +16,7 @@ from daypack.cli.lr import parse_lr
 from daypack.cli.options import default_of, with_options
 from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import Terminated, terminated
-from daypack.lab import Record, RunResult, Task, TrainConfig, grid, load_task, summarise
+from daypack.lab import Record, RunResult, Task, TrainConfig, grid, load_task, summarise_runs
 from daypack.lab import compare as run_all
 from daypack.lab.config import with_threads
 from daypack.lab.environment import versions
@@ -99,7 +99,7 @@ def _run(
         except KeyboardInterrupt as error:
             kept = f"; what was measured so far is in {stage}" if has_records(stage) else ""
             raise Interrupted(kept, TERMINATED if isinstance(error, Terminated) else INTERRUPTED) from None
-    summaries = summarise(results)
+    summaries = summarise_runs(results)
     console.print(comparison_table(summaries))
     console.print(headline(summaries), soft_wrap=True)
     console.print(caveat(summaries), soft_wrap=True)

@@ -21,7 +21,7 @@ from daypack.inspection.table import (
 )
 
 DIFFERENT = 1  # exit code of `daypack diff` where the states differ, as diff has it
-#: Columns of a table that no terminal shows, so that nothing in it is cut or broken.
+#: Width for a table that is not shown on a terminal, so that nothing in it is cut or wrapped.
 UNBROKEN = 10_000
 STATE = (
     "A file of daypack.checkpoint.save_file (or the folder of its shards), of torch.save(optimizer.state_dict()) "
@@ -96,7 +96,7 @@ def diff(
     return 0 if found.equal else DIFFERENT
 
 
-COMMANDS: dict[Callable[..., Any], str] = {inspect: "[OPTIONS]", diff: "[OPTIONS]"}
+INSPECT_COMMANDS: dict[Callable[..., Any], str] = {inspect: "[OPTIONS]", diff: "[OPTIONS]"}
 
 
 def _require_page(html: Path) -> None:

@@ -36,7 +36,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def terminated() -> Iterator[None]:
-    """Within it SIGTERM raises `Terminated`, so that what a job has begun is cleared away or named."""
+    """Make SIGTERM raise `Terminated` inside the block, so that a job can clean up or say what it left."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Terminated

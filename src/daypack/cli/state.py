@@ -12,7 +12,7 @@ import typer
 from torch import nn
 
 import daypack
-from daypack.checkpoint import conversion, foreign, growth, save_file
+from daypack.checkpoint import changed_model, conversion, foreign, save_file
 from daypack.checkpoint.report import Report
 from daypack.checkpoint.shards import consolidate as join_shards
 from daypack.checkpoint.shards import split as split_file
@@ -28,7 +28,7 @@ From = Annotated[
         show_default="found from the state",
     ),
 ]
-Options = Annotated[
+OptionTexts = Annotated[
     list[str] | None, typer.Option("--option", help="Option of the new optimizer, as second_moment=blocks; repeatable.")
 ]
 Table = Annotated[bool, typer.Option("--table", help="Show every parameter, not a summary.")]
@@ -88,7 +88,7 @@ def convert(
     ],
     to: Annotated[str, typer.Option(help=f"The new optimizer: {', '.join(daypack.names())}.")],
     source: From = None,
-    option: Options = None,
+    option: OptionTexts = None,
     table: Table = False,
 ) -> None:
     """Turn the state of one optimizer into that of another, so that training goes on with it.
@@ -132,7 +132,7 @@ def transplant(
     ] = None,
     to: Annotated[str | None, typer.Option(help="Another optimizer.", show_default="that of the checkpoint")] = None,
     source: From = None,
-    option: Options = None,
+    option: OptionTexts = None,
     table: Table = False,
 ) -> None:
     """Carry optimizer state into a changed model: wider, deeper, more heads, a larger vocabulary, other names.
@@ -149,13 +149,13 @@ def transplant(
     _require_new(out)
     old = foreign.read(checkpoint, source)
     new = _over(old, module, to or _name(old.optimizer), renames, options)
-    report = growth.transplant(old, new, renames, changed)
+    report = changed_model.transplant(old, new, renames, changed)
     save_file(new, out)
     _show(report, table, out)
 
 
 #: Each command, and what its usage shows for options: a required one by name.
-COMMANDS: dict[Callable[..., None], str] = {
+STATE_COMMANDS: dict[Callable[..., None], str] = {
     consolidate: "[OPTIONS]",
     split: "[OPTIONS]",
     convert: "--to NAME [OPTIONS]",
@@ -218,7 +218,7 @@ def _name(cls_name: str) -> str:
 
 
 def _model(text: str) -> nn.Module:
-    """The model that ``text`` names."""
+    """Return the model that ``text`` names."""
     if ":" not in text:
         name, *changes = text.split(",")
         fields = {key: _value(value) for key, value in _pairs(changes, "NEW_MODEL")}
@@ -240,9 +240,11 @@ def _model(text: str) -> nn.Module:
 
 
 def _over(old: Snapshot, model: nn.Module, name: str, rename: dict[str, str], options: dict[str, Any]) -> Any:
-    """A fresh optimizer for the shapes of ``model``, in groups with the options that most of their members had."""
+    """Build an optimizer for the shapes of ``model``; a group takes the options that most of its members had."""
     before = {
-        growth.renamed(member, rename): index for index, (_, members) in enumerate(old.groups) for member in members
+        changed_model.renamed(member, rename): index
+        for index, (_, members) in enumerate(old.groups)
+        for member in members
     }
     groups: list[tuple[dict[str, Any], tuple[str, ...]]] = []
     params: dict[str, ParamState] = {}

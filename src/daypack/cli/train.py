@@ -16,7 +16,7 @@ from daypack.cli.compare import OUT, config_of, provenance
 from daypack.cli.options import with_options
 from daypack.cli.progress import Display, make_console, progress_console
 from daypack.cli.signals import StopRequest
-from daypack.lab import Job, Record, TrainConfig, summarise
+from daypack.lab import Job, Record, TrainConfig, summarise_runs
 from daypack.lab import checkpoint as checkpoints
 from daypack.lab.folder import (
     RecordWriter,
@@ -182,7 +182,7 @@ def _train(job: Job, path: Path, records: list[Record], every: Every) -> int:
         return 0
     result = finish(job, records)
     write_report(folder, "train", provenance(folder.name, job.task, config.threads), [result])
-    console.print(comparison_table(summarise([result])))
+    console.print(comparison_table(summarise_runs([result])))
     console.print(f"report: {folder / 'report.html'}  checkpoint: {path}", soft_wrap=True)
     cause = _divergence(job.optimizer, len(records), result.validation_loss)
     if cause is None:

@@ -39,7 +39,7 @@ class ComponentSpec:
         return prod(self.shape) * self.dtype.itemsize
 
     def device(self, param: torch.device) -> torch.device:
-        """Where the tensor of a parameter on device ``param`` lives: single numbers, which Python reads, on the CPU."""
+        """Return where this tensor of a parameter on ``param`` is: scalars, which Python reads, are on the CPU."""
         return torch.device("cpu") if self.shape == () else param
 
 
@@ -62,7 +62,7 @@ class Codes:
     dithered: bool
 
     def is_end(self) -> Tensor:
-        """Which levels are the outermost ones: both ends, or of levels that begin at 0 the upper one; bool."""
+        """Return which levels are outermost, as bools: both ends, or the upper one only where levels begin at 0."""
         end = torch.zeros(len(self.levels), dtype=torch.bool)
         end[-1], end[0] = True, bool(self.levels[0] < 0)
         return end
@@ -87,26 +87,27 @@ class StateFormat:
     statistics: ClassVar[bool] = False
 
     def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
-        """The tensors to allocate; ``dtype`` is the parameter's."""
+        """Return the tensors to allocate; ``dtype`` is the parameter's."""
         raise NotImplementedError
 
     def saved(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
-        """The tensors as ``state_dict()`` shows them."""
+        """Return the tensors as ``state_dict()`` shows them."""
         return self.components(view, dtype)
 
     def align(self, view: Geometry) -> int:
-        """A chunk of a row may start only at multiples of this many columns."""
+        """Return the multiple of columns at which a chunk of a row may start."""
         return 1
 
     def decode(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
-        """The moment under ``chunk``, ``[b, r, c]``, fp32 (fp64 for fp64 parameters). May alias the state.
+        """Return the moment under ``chunk``, ``[b, r, c]``, fp32 (fp64 for fp64 parameters). It may share the state's
+        memory.
 
         A statistic that is the same along a dim may be of size 1 there.
         """
         raise NotImplementedError
 
     def decoder(self, state: State, name: str, view: Geometry) -> Callable[[Chunk], Tensor]:
-        """`decode` for many chunks of one moment; a format may do once what does not depend on the chunk."""
+        """Return `decode` for many chunks of one moment, so that work common to all chunks is done once."""
         return partial(self.decode, state, name, view)
 
     def encode_(self, state: State, name: str, view: Geometry, chunk: Chunk, value: Tensor, step: int) -> None:
@@ -114,32 +115,32 @@ class StateFormat:
         raise NotImplementedError
 
     def sums(self, state: State, name: str, view: Geometry, like: Tensor) -> tuple[Tensor, ...]:
-        """Zeroed accumulators for `observe`, on the device of ``like`` and in its dtype."""
+        """Return zeroed accumulators for `observe`, on the device of ``like`` and in its dtype."""
         return ()
 
     def observe(self, sums: tuple[Tensor, ...], view: Geometry, chunk: Chunk, squared: Tensor) -> None:
         """Add ``squared`` (g^2 under ``chunk``, ``[b, r, c]``) to the accumulators. Writes nothing else."""
 
     def shared(self, view: Geometry) -> int:
-        """How many numbers among the `sums` over a shard belong to all shards and are added up over them."""
+        """Return how many of the `sums` over a shard belong to the whole parameter and are added up over shards."""
         return 0
 
     def shared_sums(self, sums: tuple[Tensor, ...]) -> Tensor:
-        """Those numbers, a view. Asked only if there are any."""
+        """Return these sums as a view. Called only if there are any."""
         raise NotImplementedError
 
     def combine(self, state: State, name: str, view: Geometry, sums: tuple[Tensor, ...], beta: float) -> None:
-        """Moving average with decay ``beta`` of the mean of g^2, from complete ``sums``, which it uses up."""
+        """Update the moving average of g^2, with decay ``beta``, from complete ``sums``, which may be overwritten."""
 
     def save(self, state: State, name: str, view: Geometry) -> dict[str, Any]:
-        """Entries that ``state_dict()`` shows in another shape than the live state has; none for most formats."""
+        """Return the entries that ``state_dict()`` shows in another shape than the live state; mostly none."""
         return {}
 
     def load_(self, state: State, name: str, view: Geometry) -> None:
         """Undo `save` in place. Does nothing to state that is in its live shape already."""
 
     def learned(self, state: State, name: str) -> Tensor | None:
-        """The tensor that is all zeros until calibration has filled it; None if this format learns nothing."""
+        """Return the tensor that is all zeros until calibration fills it; None if this format learns nothing."""
         return None
 
     @property
@@ -149,15 +150,17 @@ class StateFormat:
         return None
 
     def gather(self, x: Tensor, view: Geometry, tools: Tools) -> Tensor:
-        """What a first gradient ``x`` tells, 1-D numbers that are added up. Asked only of formats that learn."""
+        """Return what a first gradient ``x`` tells, as 1-D numbers that can be added up. Only called if the format
+        learns.
+        """
         raise NotImplementedError
 
     def solve(self, total: Tensor, view: Geometry, tools: Tools) -> Tensor:
-        """What is learned from the sum of what was gathered."""
+        """Return what is learned, given the sum of what was gathered."""
         raise NotImplementedError
 
     def calibrate_(self, state: State, name: str, view: Geometry, found: Tensor) -> bool:
-        """Put into the state what was learned, here or by another parameter with the same lesson.
+        """Put into the state what was learned, by this parameter or by another one with the same lesson.
 
         Returns:
             Whether statistics must be taken once more, because what they are taken over has changed.
@@ -165,7 +168,7 @@ class StateFormat:
         raise NotImplementedError
 
     def fault(self, state: State, name: str, view: Geometry, squares: bool) -> str | None:
-        """What is wrong with saved values whose shapes and dtypes are right; None if nothing is.
+        """Say what is wrong with saved values whose shapes and dtypes are right; None if nothing is.
 
         Args:
             squares: the moment is a mean of squares, which is never negative.
@@ -175,25 +178,25 @@ class StateFormat:
     # ------------------------------------------------------- for looking at
 
     def label(self, state: State, name: str) -> str:
-        """How the moment is stored, in a few characters."""
+        """Return how the moment is stored, in a few characters."""
         return type(self).__name__.lower()
 
     def codes(self, state: State, name: str, view: Geometry) -> Codes | None:
-        """The moment as codes; None where it is stored otherwise."""
+        """Return the moment as codes; None where it is stored otherwise."""
         return None
 
     def means(self, state: State, name: str) -> Tensor | None:
-        """The means over blocks that stand for many elements each; None where there are none."""
+        """Return the means that each stand for many elements; None where there are none."""
         return None
 
 
 def not_squares(key: str, value: Tensor) -> str | None:
-    """What is wrong with a tensor of means of squares, or of scales; None if nothing is."""
+    """Say what is wrong with a tensor of mean squares, or of scales; None if nothing is."""
     if (value.isfinite() & (value >= 0)).all():
         return None
     return f"{key} holds a value that is negative or not finite"
 
 
 def smallest(view: Geometry, dtype: torch.dtype, *forms: StateFormat) -> StateFormat:
-    """The one of ``forms`` that stores a moment of this geometry in the fewest bytes; the first of equals."""
+    """Return the one of ``forms`` that stores a moment of this geometry in the fewest bytes; the first on a tie."""
     return min(forms, key=lambda form: sum(spec.nbytes for spec in form.components(view, dtype)))

@@ -71,7 +71,7 @@ class BlockMean(StateFormat):
         return slice(start // size, block_count(stop, size))
 
     def _units(self, view: Geometry, size: int) -> int:
-        """Columns of the saved form per live block."""
+        """Return the columns of the saved form per live block."""
         unit = finest_block_size(view.cols)
         return size // unit if unit > 1 else 1
 
@@ -90,7 +90,7 @@ class BlockMean(StateFormat):
         return mean
 
     def gather(self, x: Tensor, view: Geometry, tools: Tools) -> Tensor:
-        """The sum of the scores of all block sizes over the rows that are here, and the number of these rows."""
+        """Return the sum of the scores of all block sizes over the local rows, and the number of these rows."""
         scores = torch.tensor([*tools.block_scores(x, view), 1.0], dtype=torch.float64, device=x.device)
         return scores.mul_(view.matrices * view.rows)
 

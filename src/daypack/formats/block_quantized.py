@@ -24,14 +24,14 @@ class BlockQuantized(StateFormat):
 
     The scale is the block's absmax. Beside a learned codebook it is in bf16 rounded up, so that a normalised element
     never leaves [-1, 1]; beside a fixed map in fp32, as published; for fp64 parameters in fp64.
-    A learned codebook of zeros means that nothing was learned yet; it decodes to zero. Fixed maps store no codebook; an
+    A codebook of zeros has not been learned yet; it decodes to zero. Fixed maps store no codebook; an
     unsigned one, which holds a second moment, never stores 0 for a value that is not 0, because m is divided by it.
 
     Attributes:
         block_size: elements per scale; the last block of a row may be shorter and no block crosses a row.
         rounding: ``"dithered"`` rounds to one of the two neighbouring levels with a threshold that runs evenly through
             [0, 1) over elements and over steps: unbiased, without any random state, and the same on every rank.
-            ``"nearest"`` has half the squared error of one step, but a steady value errs the same way at every step.
+            ``"nearest"`` has half the squared error in one step, but rounds a constant value the same way every time.
             Fixed maps are rounded to nearest.
         codebook: ``"learned"``, or the name of one of `daypack.calibration.maps.MAPS`.
     """
@@ -61,13 +61,13 @@ class BlockQuantized(StateFormat):
         return (*stored, book) if learned else stored
 
     def _levels(self, state: State, name: str, like: Tensor) -> Tensor:
-        """The 256 levels, on the device of ``like`` and in its dtype."""
+        """Return the 256 levels, on the device of ``like`` and in its dtype."""
         if self.codebook == "learned":
             return state[name + "_codebook"].to(like.dtype)  # type: ignore[no-any-return]
         return maps.levels(self.codebook, like.device, like.dtype)
 
     def _scale(self, state: State, name: str, view: Geometry, chunk: Chunk) -> Tensor:
-        """The scales of the blocks under ``chunk``, a view ``[b, r, blocks]``."""
+        """Return the scales of the blocks under ``chunk``, a view ``[b, r, blocks]``."""
         block, (matrix, row, col) = self._block(view), chunk
         start, stop, _ = col.indices(view.cols)
         scale: Tensor = state[name + "_scale"].view(view.matrices, view.rows, -1)
@@ -149,7 +149,8 @@ class BlockQuantized(StateFormat):
 
 
 def _dithered(x: Tensor, levels: Tensor, turns: Tensor) -> Tensor:
-    """Codes of ``x`` in [-1, 1], rounded without bias: to the grid by the low half of ``turns``, then to a level.
+    """Return the codes of ``x`` in [-1, 1], rounded without bias: to the grid by the low half of ``turns``, then to a
+    level.
 
     In whole numbers from the first line on, so that every kernel gets the same codes from the same ``x``.
     """
@@ -164,13 +165,13 @@ def _dithered(x: Tensor, levels: Tensor, turns: Tensor) -> Tensor:
 
 
 def _nearest(x: Tensor, levels: Tensor) -> Tensor:
-    """Codes of the levels nearest to ``x`` in [-1, 1]."""
+    """Return the codes of the levels nearest to ``x`` in [-1, 1]."""
     cells = round(1 / MIN_GAP)
     return _count_below(x, (levels[1:] + levels[:-1]) / 2, (x * cells).floor_().to(torch.int32).add_(cells), MIN_GAP)
 
 
 def _count_below(x: Tensor, thresholds: Tensor, cell: Tensor, width: float) -> Tensor:
-    """How many ``thresholds`` (rising, at least ``width`` apart) are at or below each ``x``; int32 ``[n]``.
+    """Count the ``thresholds`` (rising, at least ``width`` apart) at or below each ``x``; int32 ``[n]``.
 
     A table over cells of ``width``, numbered from the smallest possible ``x``, and one comparison for the only
     threshold that a cell can hold: five times faster than a binary search, whose branches are unpredictable here.
@@ -185,13 +186,14 @@ def _count_below(x: Tensor, thresholds: Tensor, cell: Tensor, width: float) -> T
 
 
 def round_up_to_bfloat16(x: Tensor) -> Tensor:
-    """The smallest bfloat16 that is not below ``x`` (fp32, not negative, at most bfloat16's largest finite value)."""
+    """Return the smallest bfloat16 not below ``x`` (fp32, not negative, at most bfloat16's largest finite value)."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0xFFFF) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def dither(view: Geometry, chunk: Chunk, step: int, like: Tensor) -> Tensor:
-    """Thresholds for the elements under ``chunk`` at ``step``, int32 ``[b, r, c]``: the bits of a fraction of a turn.
+    """Return rounding thresholds for the elements under ``chunk`` at ``step``, int32 ``[b, r, c]``: a fraction of 2^32
+    each.
 
     ``index * a + step * b`` modulo 2^32, ``index`` the element's place in the whole parameter: it needs no
     state, does not depend on the world size, and replays exactly. Over successive steps one element's thresholds are a
@@ -205,5 +207,5 @@ def dither(view: Geometry, chunk: Chunk, step: int, like: Tensor) -> Tensor:
 
 
 def _signed(x: int) -> int:
-    """``x`` modulo 2^32 as the int32 of the same bits."""
+    """Return ``x`` modulo 2^32 as the int32 with the same bits."""
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)

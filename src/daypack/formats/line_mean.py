@@ -62,7 +62,7 @@ class LineMean(StateFormat):
         mean.lerp_(group[:, owners].view(mean.shape), 1 - beta)
 
     def lines(self, view: Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The group of each line that is here, and the lines in each group, on all ranks together."""
+        """Return the group of each local line, and the number of lines in each group over all ranks."""
         owners, sizes = _layout(self.segments, device)
         if self.axis == "col" or view.batched:
             return owners, sizes
@@ -83,13 +83,13 @@ class LineMean(StateFormat):
 
 
 def group_count(segments: Segments) -> int:
-    """Groups in one matrix."""
+    """Return the number of groups in one matrix."""
     return sum(ceil(lines / size) for lines, size in segments)
 
 
 @lru_cache(maxsize=1024)
 def _layout(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The group of each line, and the lines of each group, both int64."""
+    """Return the group of each line and the number of lines in each group, both int64."""
     sizes: list[int] = []
     for lines, size in segments:
         sizes += [size] * (lines // size) + [lines % size] * (lines % size > 0)

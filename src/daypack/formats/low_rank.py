@@ -1,4 +1,4 @@
-"""GaLore's low-rank form of a matrix (Zhao et al. 2024, arXiv 2403.03507), and the basis that leads there and back."""
+"""GaLore's low-rank form of a matrix (Zhao et al. 2024, arXiv 2403.03507), and the basis of the projection."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Projection(StateFormat):
     """A ``[long, short]`` matrix ``G`` (a parameter's or its transpose) through ``rank`` directions of the short side.
 
     The columns of the basis ``Q [short, rank]`` are the leading singular vectors of a gradient. A stand-in of zeros,
-    whose gradient is ``G Q``, is stepped by any rule; where it went, ``q``, comes back as ``q Q^T``. It lies as the
-    parameter lies: ``[rows, rank]`` where the columns are the short side, else ``[rank, cols]``, which is ``(G Q)^T``.
+    whose gradient is ``G Q``, is stepped by any rule; its change ``q`` is applied to the parameter as ``q Q^T``. Its
+    shape is ``[rows, rank]`` where the columns are the short side, else ``[rank, cols]``, which is ``(G Q)^T``.
 
     State: ``basis`` is ``Q``, zeros until the first gradient that is finite and not all zero; ``basis_left`` counts the
-    gradients for which it still serves (int64, 0: the next one brings a new basis).
+    gradients for which it will still be used (int64; at 0 the next gradient gives a new basis).
 
     Attributes:
         shape: the parameter's, two dims.
@@ -50,17 +50,17 @@ class Projection(StateFormat):
         return None
 
     def _upright(self, matrix: Tensor) -> Tensor:
-        """The parameter as ``[long, short]``, or the stand-in as ``[long, rank]``: a view."""
+        """Return the parameter as ``[long, short]``, or the stand-in as ``[long, rank]``: a view."""
         return matrix if self.shape[0] >= self.shape[1] else matrix.T
 
     def _parts(self) -> Iterator[slice]:
-        """Runs of rows of the upright matrix, at most a chunk each."""
+        """Yield runs of rows of the upright matrix, at most a chunk each."""
         long, short = max(self.shape), min(self.shape)
         many = max(1, CHUNK_ELEMENTS // short)
         return (slice(i, min(i + many, long)) for i in range(0, long, many))
 
     def squared(self, grad: Tensor) -> Tensor:
-        """The sum of g^2, 0-dim."""
+        """Return the sum of g^2, 0-dim."""
         real, upright = accumulator(grad.dtype), self._upright(grad)
         total = torch.zeros((), dtype=real, device=grad.device)
         for part in self._parts():
@@ -68,7 +68,8 @@ class Projection(StateFormat):
         return total
 
     def leading(self, grad: Tensor) -> Tensor:
-        """The basis for ``grad``: fp64 ``[short, rank]``, orthonormal, the largest entry of each column positive.
+        """Return the basis for ``grad``: fp64 ``[short, rank]``, orthonormal, the largest entry of each column
+        positive.
 
         Eigenvectors of the short side's Gram matrix in fp64, which resolve what an SVD in fp32 resolves, and take
         ``short^2`` numbers (three times, in the solver) whatever the long side.
@@ -86,14 +87,14 @@ class Projection(StateFormat):
         return basis * torch.where(largest < 0, -1.0, 1.0)
 
     def down(self, grad: Tensor, basis: Tensor, real: torch.dtype) -> Tensor:
-        """The gradient of the stand-in, in ``real``."""
+        """Return the gradient of the stand-in, in dtype ``real``."""
         low, upright = torch.empty(self.low, dtype=real, device=grad.device), self._upright(grad)
         for part in self._parts():
             self._upright(low)[part] = upright[part].to(real) @ basis
         return low
 
     def up_(self, param: Tensor, low: Tensor, basis: Tensor, kept: float, scale: float) -> None:
-        """``p <- kept p + scale q Q^T``, rounded once."""
+        """Set ``p <- kept p + scale q Q^T``, rounded once."""
         upright = self._upright(param)
         for part in self._parts():
             moved = upright[part].to(low.dtype) * kept
@@ -101,7 +102,7 @@ class Projection(StateFormat):
 
 
 def project(shape: tuple[int, ...], rank: int | None) -> Projection | None:
-    """The projection of a parameter of ``shape``; None for what is no matrix, and without a rank."""
+    """Return the projection of a parameter of ``shape``; None if it is no matrix, or without a rank."""
     if rank is None or len(shape) != 2 or 0 in shape:
         return None
     return Projection((shape[0], shape[1]), min(rank, *shape))

@@ -10,7 +10,7 @@ from torch import Tensor
 from daypack.checkpoint.snapshot import Coded
 from daypack.formats.base import Codes
 from daypack.geometry import Chunk, Geometry, blocked, chunks, geometry
-from daypack.inspection.survey import Pool
+from daypack.inspection.summary import Pool
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CodeStats:
 
 
 def of_coded(coded: Coded) -> Codes | None:
-    """The codes of another library's moment: one row, rounded to nearest; None if they are no 8-bit codes to levels."""
+    """Return the codes of another library's moment, as one row rounded to nearest; None if it has no 8-bit codes."""
     if coded.levels is None or coded.form != "8-bit":
         return None
     codes, scale = coded.codes.cpu().reshape(1, 1, -1), coded.scale.cpu().reshape(1, 1, -1)
@@ -40,7 +40,7 @@ def of_coded(coded: Coded) -> Codes | None:
 
 
 def expected_errors(levels: Tensor, dithered: bool) -> Tensor:
-    """Expected squared error of a value that was stored as each level, in units of the squared scale; fp64 ``[256]``.
+    """Return the expected squared error of a value stored as each level, relative to the squared scale; fp64 ``[256]``.
 
     Values are taken to be spread evenly between neighbouring levels, at distances a and b of a level. Rounding to the
     nearest, those stored as it come from half of each gap, and the mean square is ``(a^3 + b^3) / (12 (a + b))``.
@@ -76,7 +76,7 @@ def code_stats(stored: Codes) -> CodeStats:
 
 
 def _rows(chunk: Chunk, view: Geometry) -> slice:
-    """The rows of ``chunk`` where those of all matrices are counted through."""
+    """Return the rows of ``chunk``, counted over the rows of all matrices."""
     (matrix, last, _), (row, stop, _) = chunk[0].indices(view.matrices), chunk[1].indices(view.rows)
     return slice(matrix * view.rows + row, (last - 1) * view.rows + stop)
 

@@ -103,7 +103,9 @@ class StateDiff:
         return [(key[0], *pairs[0], len(pairs)) for key, pairs in found.items()]
 
     def changed(self, what: str) -> list[tuple[Any, Any, int]]:
-        """Pairs of ``"shapes"``, ``"rules"``, ``"formats"`` or ``"steps"`` that differ, with how often they do."""
+        """Return the differing pairs of ``"shapes"``, ``"rules"``, ``"formats"`` or ``"steps"``, and how often each
+        occurs.
+        """
         return [(*pair, n) for pair, n in Counter(getattr(p, what) for p in self.params if what in p.changes).items()]
 
     def __str__(self) -> str:
@@ -122,7 +124,7 @@ class StateDiff:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return everything as JSON values."""
         return {
             "equal": self.equal,
             "sources": [*self.sources],
@@ -140,11 +142,11 @@ class StateDiff:
         }
 
 
-State = Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str]
+AnyState = Optimizer | Snapshot | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def diff_states(a: State, b: State, optimizer: str | None = None) -> StateDiff:
-    """Compare two states, one parameter of each in memory at a time. Anything that `inspect_state` takes.
+def diff_states(a: AnyState, b: AnyState, optimizer: str | None = None) -> StateDiff:
+    """Compare two states, holding one parameter of each in memory at a time. Takes anything that `inspect_state` takes.
 
     Parameters are matched by name, without what wrappers (DDP, torch.compile, FSDP) put into it; where one state has
     no names, by order, if number and shapes agree.
@@ -169,7 +171,7 @@ def diff_states(a: State, b: State, optimizer: str | None = None) -> StateDiff:
 
 
 def _matched(one: Snapshot, other: Snapshot) -> tuple[Snapshot, Snapshot, tuple[str, ...]]:
-    """The two with the same names for the same parameters."""
+    """Return both states with the same names for the same parameters, and notes."""
     if one.named == other.named:
         return one, other, ()
     if [p.shape for p in one.params.values()] != [p.shape for p in other.params.values()]:
@@ -184,7 +186,9 @@ def _matched(one: Snapshot, other: Snapshot) -> tuple[Snapshot, Snapshot, tuple[
 
 
 def _keyed(*found: Snapshot) -> list[dict[str, str]]:
-    """For each state its names by the names to match: without what wrappers add, unless that makes two names one."""
+    """Map, for each state, the names to match by to its own names: without wrappers' additions, unless two would
+    collide.
+    """
     keyed = [{plain_name(name): name for name in each.params} for each in found]
     if all(len(names) == len(each.params) for names, each in zip(keyed, found, strict=True)):
         return keyed
@@ -234,21 +238,21 @@ def _distance(moment: str, a: Form, b: Form) -> MomentDiff:
 
 
 def _options(a: Mapping[str, Any], b: Mapping[str, Any], alike: bool) -> dict[str, tuple[Any, Any]]:
-    """Options that differ; of two classes only those that both have."""
+    """Return the options that differ; of two different classes, only options that both have."""
     keys = [key for key in {**a, **b} if alike or (key in a and key in b)]
     pairs = {key: (_plain(a.get(key)), _plain(b.get(key))) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _plain(value: Any) -> Any:
-    """A tuple for a list, a number for a tensor of one."""
+    """Return a tuple for a list, and a number for a tensor with one element."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _arrow(a: Any, b: Any) -> str:
-    """Both values, numbers in as many digits as it takes to tell them apart."""
+    """Format both values, floats in as many digits as it takes to tell them apart."""
     if isinstance(a, float) and isinstance(b, float) and f"{a:.6g}" != f"{b:.6g}":
         return f"{a:.6g} -> {b:.6g}"
     return f"{a} -> {b}"
@@ -262,7 +266,7 @@ def _identical(a: Form, b: Form) -> bool:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether two values are the same to the bit; a number may be a tensor of one."""
+    """Return whether two values agree to the bit; a number may be a tensor with one element."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return bool(_plain(x) == _plain(y))
     if x.dtype != y.dtype or x.shape != y.shape:

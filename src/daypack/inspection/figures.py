@@ -15,7 +15,7 @@ from matplotlib.image import imsave
 from torch import Tensor
 
 from daypack.inspection.result import ParamStats, Picture
-from daypack.inspection.survey import EDGES
+from daypack.inspection.summary import EDGES
 from daypack.presentation.figure import Theme, style
 
 #: Names of the moments for people: of the second one the root is drawn.
@@ -34,13 +34,13 @@ class Book:
 
 
 def pictures(params: Sequence[ParamStats], moment: str) -> dict[str, Picture]:
-    """What was measured of a moment for figures, by parameter."""
+    """Return what was measured for the figures of a moment, by parameter."""
     found = {param.name: param.moment(moment) for param in params}
     return {name: each.picture for name, each in found.items() if each is not None and each.picture is not None}
 
 
 def histograms(params: Sequence[ParamStats], moment: str) -> dict[str, Tensor]:
-    """Counts of a moment's magnitudes by role."""
+    """Return the counts of a moment's magnitudes, by role."""
     result: dict[str, Tensor] = {}
     drawn = pictures(params, moment)
     for param in params:
@@ -51,7 +51,7 @@ def histograms(params: Sequence[ParamStats], moment: str) -> dict[str, Tensor]:
 
 
 def draw_histograms(drawn: Mapping[str, Mapping[str, Tensor]], theme: Theme, wide: bool) -> Figure:
-    """A panel for each moment, a line for each role."""
+    """Draw a panel for each moment, with a line for each role."""
     figure, panels = _panels(len(drawn), theme, wide)
     used = np.flatnonzero(np.sum([counts.numpy() for roles in drawn.values() for counts in roles.values()], axis=0))
     roles = list(dict.fromkeys(role for each in drawn.values() for role in each))
@@ -68,7 +68,7 @@ def draw_histograms(drawn: Mapping[str, Mapping[str, Tensor]], theme: Theme, wid
 
 
 def books(params: Sequence[ParamStats]) -> list[Book]:
-    """The codebooks that there are: equal levels are one."""
+    """Return the distinct codebooks; moments with equal levels share one."""
     found: dict[tuple[str, bytes], Book] = {}
     for param in params:
         for each in param.moments:
@@ -83,12 +83,12 @@ def books(params: Sequence[ParamStats]) -> list[Book]:
 
 
 def _is_drawable(levels: Tensor) -> bool:
-    """Whether levels rise, as those that are damaged (NaN) or not learned yet (all 0) do not."""
+    """Return whether levels rise; damaged ones (NaN) and ones not learned yet (all 0) do not."""
     return bool(levels.any() and levels.isfinite().all() and (levels.diff() >= 0).all())
 
 
 def draw_book(book: Book, theme: Theme, wide: bool) -> Figure:
-    """Density of the stored values over [-1, 1], and the levels as ticks below."""
+    """Draw the density of the stored values over [-1, 1], and the levels as ticks below."""
     figure, (axes,) = _panels(1, theme, wide)
     levels, counts = book.levels.double().numpy(), book.codes.double().numpy()
     middle = (levels[1:] + levels[:-1]) / 2
@@ -112,7 +112,9 @@ def _panels(count: int, theme: Theme, wide: bool) -> tuple[Figure, list[Axes]]:
 
 
 def map_image(grid: Tensor) -> tuple[str, str]:
-    """A grid of magnitudes as the data URI of a PNG, a pixel a cell, and the range of its colours in words."""
+    """Draw a grid of magnitudes as a PNG, a pixel per cell. Returns its data URI, and the range of its colours in
+    words.
+    """
     values = grid.numpy()
     live = values[values > 0]
     if not live.size:

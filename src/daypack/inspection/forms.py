@@ -21,7 +21,7 @@ from daypack.rules.base import Rule
 #: The largest second moment so far, as torch's ``amsgrad`` keeps it.
 AMSGRAD = "max_exp_avg_sq"
 #: Options that no optimizer of these leaves open.
-_NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")
+_NEVER_NONE = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Form:
         return moments.numbers(self.state, self.kept[moment], self.view, self.entry.dtype, 1.0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that hold the state: those of another library where it has a form of its own for a moment."""
+        """Return the tensors that hold the state, in another library's own form where it has one for a moment."""
         result: dict[str, Tensor] = {}
         for key, value in self.state.items():
             saved = self.entry.state[key]
@@ -72,12 +72,12 @@ class Form:
         return result
 
     def coded(self, moment: str) -> Coded | None:
-        """The moment as another library keeps it."""
+        """Return the moment as another library keeps it, if it does."""
         stored = self.entry.state.get(self.kept[moment].key)
         return stored.coded if isinstance(stored, Stored) else None
 
     def label(self, moment: str) -> str:
-        """How a moment is stored, in a few characters."""
+        """Return how a moment is stored, in a few characters."""
         coded, at = self.coded(moment), self.kept[moment]
         if coded is not None:
             return f"{coded.form}/{coded.block_size}"
@@ -91,7 +91,7 @@ class Form:
 
 
 def forms(snapshot: Snapshot) -> Callable[[str], Form]:
-    """How to read the parameters of a snapshot: a function of their names, which reads one when it is called.
+    """Return a function that reads the state of the parameter of a given name.
 
     Raises:
         ValueError: an optimizer that is not known.
@@ -121,7 +121,7 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
         if AMSGRAD in stored:
             whole = ComponentSpec("", view.shape, torch.float32)
             faults += validate.misfits({AMSGRAD: whole}, stored, strict=False)
-        faults += [f"the option {key} is None" for key in _NUMBERS if options[name].get(key, 0) is None]
+        faults += [f"the option {key} is None" for key in _NEVER_NONE if options[name].get(key, 0) is None]
         step: Any = stored.get("step", 0)
         if not validate.is_count(step):
             faults.append(f"step is {validate.shown(step)}, not a whole number from 0")
@@ -134,7 +134,7 @@ def forms(snapshot: Snapshot) -> Callable[[str], Form]:
 
 
 def _on_cpu(entry: ParamState) -> tuple[dict[str, Any], list[str]]:
-    """The state of one parameter, wherever it lies, and what of it cannot be read."""
+    """Return the state of one parameter, on the CPU, and what of it could not be read."""
     stored: dict[str, Any] = {}
     faults = []
     for key, value in entry.state.items():

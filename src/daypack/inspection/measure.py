@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from daypack.checkpoint.snapshot import Snapshot
 from daypack.formats.base import Codes
 from daypack.formats.dense import Dense
-from daypack.inspection import codes, motion
+from daypack.inspection import codes, update_size
 from daypack.inspection.forms import Form, forms
 from daypack.inspection.result import MomentStats, ParamStats, Picture, StateInspection
 from daypack.inspection.roles import role_of
 from daypack.inspection.sources import Opened, open_state
-from daypack.inspection.survey import survey
+from daypack.inspection.summary import summarise
 from daypack.optim import validate
 from daypack.optim.options import plain_name
 from daypack.optim.size import value_bytes
@@ -73,7 +73,7 @@ def _param(name: str, form: Form, opened: Opened, seen: set[int], pictures: bool
         note = f"its weights have shape {tuple(weights.shape)}, its state {form.entry.shape}"
         weights = None
     weights = None if weights is None else weights.detach().cpu()
-    update, why = motion.update_rms(form, weights)
+    update, why = update_size.update_rms(form, weights)
     elements = torch.Size(form.entry.shape).numel()
     looked = form.tensors() | ({} if weights is None else {"weight": weights})
     nonfinite = {key: count for key, value in looked.items() if (count := _nonfinite(value))}
@@ -87,9 +87,9 @@ def _param(name: str, form: Form, opened: Opened, seen: set[int], pictures: bool
         components=_components(form, seen),
         step=form.step,
         moments=tuple(_moment(form, moment, pictures) for moment in form.kept),
-        lr=motion.learning_rate(form.options),
+        lr=update_size.learning_rate(form.options),
         update=update,
-        weight=motion.norm(weights) / elements**0.5 if weights is not None and finite else None,
+        weight=update_size.norm(weights) / elements**0.5 if weights is not None and finite else None,
         nonfinite=nonfinite,
         faults=(*form.faults, *_faults(form, nonfinite)),
         note=note or why,
@@ -97,15 +97,15 @@ def _param(name: str, form: Form, opened: Opened, seen: set[int], pictures: bool
 
 
 def _nonfinite(value: Tensor) -> int:
-    """Elements that are NaN or infinite."""
+    """Count the elements that are NaN or infinite."""
     if not value.is_floating_point():
         return 0
     eight = value.element_size() == 1  # torch does not ask 8-bit floats
-    return sum(int((~(part.float() if eight else part).isfinite()).sum()) for part in motion.pieces(value))
+    return sum(int((~(part.float() if eight else part).isfinite()).sum()) for part in update_size.pieces(value))
 
 
 def _components(form: Form, seen: set[int]) -> dict[str, int]:
-    """Bytes by state key, as `daypack.state_report` counts them in a live optimizer; 8 for a plain number.
+    """Return bytes by state key, counted as in `daypack.state_report`; 8 for a plain number.
 
     bitsandbytes shares one map among all parameters: ``seen`` holds the maps that were counted.
     """
@@ -115,7 +115,7 @@ def _components(form: Form, seen: set[int]) -> dict[str, int]:
 
 def _moment(form: Form, moment: str, pictures: bool) -> MomentStats:
     at, view, numbers = form.kept[moment], form.view, form.numbers(moment)
-    found = survey(numbers, at.moment.squares, pictures)
+    found = summarise(numbers, at.moment.squares, pictures)
     result = MomentStats(
         moment=moment,
         format=form.label(moment),
@@ -139,10 +139,10 @@ def _moment(form: Form, moment: str, pictures: bool) -> MomentStats:
 
 
 def _plain_norm(form: Form, moment: str, norm: float) -> float:
-    """The norm of a moment itself; ``norm`` is that of the root of a mean of squares."""
+    """Return the norm of the moment itself; ``norm`` is that of the root of a mean of squares."""
     if not form.kept[moment].moment.squares:
         return norm
-    return survey(form.numbers(moment), False, False).norm
+    return summarise(form.numbers(moment), False, False).norm
 
 
 def _with_codes(result: MomentStats, stored: Codes, norm: float, picture: Picture | None) -> MomentStats:
@@ -161,14 +161,14 @@ def _with_codes(result: MomentStats, stored: Codes, norm: float, picture: Pictur
 
 
 def _rounding(stored: Tensor) -> float:
-    """Expected RMS of rounding to a 16-bit type, relative to the RMS of what is stored; 0 for wider types.
+    """Return the expected RMS error of rounding to a 16-bit type, relative to the RMS of the values; 0 for wider types.
 
     A number is off by up to half a unit in its last place, either way: ``ulp^2 / 12`` in the mean.
     """
     if stored.dtype not in (torch.bfloat16, torch.float16):
         return 0.0
     off = size = 0.0
-    for values in map(motion.finite, motion.pieces(stored)):
+    for values in map(update_size.finite, update_size.pieces(stored)):
         unit = torch.finfo(stored.dtype).eps * torch.exp2(values.abs().frexp().exponent.double() - 1)
         off += float(torch.where(values == 0, 0, unit).square().sum())
         size += float(values.square().sum())
@@ -176,7 +176,7 @@ def _rounding(stored: Tensor) -> float:
 
 
 def _faults(form: Form, nonfinite: Mapping[str, int]) -> list[str]:
-    """What the formats find wrong with stored values, beside those that are not finite."""
+    """Return what the formats find wrong with stored values, apart from those that are not finite."""
     kept = [(at.moment, at.key, at.form) for at in form.kept.values()]
     found = validate.damage(kept, form.state, form.view)
     return [text for text in found if not any(text.startswith(key) for key in nonfinite)]

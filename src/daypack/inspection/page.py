@@ -107,7 +107,7 @@ def _books(params: Sequence[ParamStats]) -> list[dict[str, Any]]:
 
 
 def _maps(params: Sequence[ParamStats]) -> list[dict[str, Any]]:
-    """Maps of every parameter that has any, the largest first; images are made for those that are shown."""
+    """Return the maps of every parameter that has any, the largest first; images only for those that are shown."""
     found = []
     for param in sorted(params, key=lambda param: -param.elements):
         grids = []

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-#: Share of codes on an end level, beyond the one per block that a scale always puts there, from which on it is said.
+#: A warning is given from this share of codes on an end level, apart from the one per block that its scale puts there.
 SATURATED = 0.05
-#: Update-to-weight ratio from which on it is said: healthy ones lie near 1e-3.
+#: A warning is given from this ratio of update to weights; healthy ones are near 1e-3.
 LARGE_RATIO = 0.1
 
 
@@ -21,7 +21,7 @@ class Picture:
     """What the page draws of a moment; for the second moment, of its root.
 
     Attributes:
-        histogram: counts of ``log10 |x|`` over the edges `daypack.inspection.survey.EDGES`, int64.
+        histogram: counts of ``log10 |x|`` over the edges `daypack.inspection.summary.EDGES`, int64.
         grid: mean ``|x|`` over cells of the parameter's matrix, fp64 ``[R, C]``; None for one row.
         scales: mean scale over cells of blocks, fp64 ``[R, C]``; None without blocks.
         levels: the codebook, fp32 ``[256]``; None without codes.
@@ -228,7 +228,7 @@ class StateInspection:
         return "\n".join([*lines, *self.notes, *(f"{w.param}: {w.kind}: {w.text}" for w in self.warnings)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values; numbers that are not finite as None."""
+        """Return everything as JSON values; numbers that are not finite become None."""
         plain = ("params", "of")
         return {
             **{key: jsonable(getattr(self, key)) for key in _names(self) if key not in plain},
@@ -261,7 +261,7 @@ def total_dict(total: Total) -> dict[str, Any]:
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` with lists for tuples, None for what is not finite, and text for what JSON has no word for."""
+    """Return ``value`` with tuples as lists, numbers that are not finite as None, and other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What a parameter is for, guessed from name, shape and group: for people and totals, never for arithmetic."""
+"""What a parameter is for, guessed from name, shape and group: for tables and totals only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _MATRICES = (
 
 
 def role_of(name: str, shape: Sequence[int], group: Mapping[str, Any], named: bool) -> str:
-    """A word for a parameter; ``named``: whether ``name`` is its own. Without a name the shape alone tells."""
+    """Return a word for what a parameter is for, judged by the shape alone if its name is not its own (``named``
+    False).
+    """
     if group.get("embedding") is True:
         return "embedding"
     patterns = _VECTORS if len(shape) < 2 else _MATRICES

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daypack.checkpoint import foreign, snapshot
-from daypack.checkpoint.content import read_weights
 from daypack.checkpoint.file import whole_of
 from daypack.checkpoint.snapshot import Snapshot
+from daypack.checkpoint.torch_files import read_weights
 from daypack.optim.options import plain_name
 
 #: What the folder of a training run calls its checkpoint, and a distributed checkpoint its index.
@@ -62,7 +62,7 @@ def open_state(
 
 
 def _joined(opened: Opened) -> Opened:
-    """Weights and parameters brought together: by name, or where state has no names, by order if every shape agrees."""
+    """Match weights and parameters: by name, or where the state has no names, by order if all shapes agree."""
     found, weights = opened.snapshot, {plain_name(name): value for name, value in opened.weights.items()}
     opened = replace(opened, weights=weights)
     if not weights or {*map(plain_name, found.params)} & weights.keys():
@@ -80,14 +80,14 @@ def _joined(opened: Opened) -> Opened:
 
 
 def named_by(found: Snapshot, names: list[str]) -> Snapshot:
-    """A snapshot whose parameters are called ``names``, in order."""
+    """Return a snapshot whose parameters are called ``names``, in order."""
     new = dict(zip(found.params, names, strict=True))
     groups = tuple((options, tuple(new[member] for member in members)) for options, members in found.groups)
     return replace(found, groups=groups, params={new[name]: p for name, p in found.params.items()}, named=True)
 
 
 def state_file(path: Path) -> Path:
-    """The file of state that ``path`` names, itself or as the only one in a folder; of shards, the whole file's name.
+    """Return the state file that ``path`` names: itself, the only one in a folder, or the index of a set of shards.
 
     Raises:
         ValueError: a folder without such a file, with several, or a distributed checkpoint.

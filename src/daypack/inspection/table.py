@@ -96,7 +96,7 @@ def columns_for(params: Sequence[ParamStats]) -> list[tuple[str, bool, Callable[
 
 
 def inspection_table(params: Sequence[ParamStats], fits: Callable[[Table], bool]) -> tuple[Table, tuple[str, ...]]:
-    """One row per parameter, and the titles of columns that were left out until it ``fits``."""
+    """Make a table of one row per parameter. Returns it, and the titles of columns dropped until it ``fits``."""
     shown, dropped = columns_for(params), list[str]()
     for title in (None, *_DROPPED):
         if title is not None and any(column[0] == title for column in shown):
@@ -110,7 +110,7 @@ def inspection_table(params: Sequence[ParamStats], fits: Callable[[Table], bool]
 
 
 def totals_table(title: str, totals: Mapping[str, Total], whole: Total) -> Table:
-    """One row per kind of parameter: how many, elements, bytes, share of all bytes."""
+    """Make a table of one row per kind of parameter: number, elements, bytes, share of all bytes."""
     rows = (
         [name, f"{t.params:,}", f"{t.elements:,}", f"{t.bytes:,}", f"{t.bytes_per_param:.3f}", _share(t.bytes, whole)]
         for name, t in [*totals.items(), ("total", whole)]

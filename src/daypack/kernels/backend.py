@@ -5,10 +5,10 @@ them changes anything, and to check before any of them applies:
 
     refresh -> observe -> [flags and shared statistics, added up over ranks] -> check -> measure -> [added up] -> apply
 
-or, where nothing is decided between the passes, ``refresh -> step``. `attach` follows whenever state was created or
-laid out anew. `observe` returns numbers to the host, which decides with them what is stepped; `measure` returns tensors
-where the parameter is. Nothing else may wait for a device. What a batch computes is what `daypack.kernels.reference`
-does, but for the order in which fp32 numbers are added.
+or, where nothing is decided between the passes, ``refresh -> step``. `attach` is called whenever state was created or
+its layout changed. `observe` returns numbers to the host, which decides from them what is stepped; `measure` returns
+tensors on the parameter's device. Nothing else may wait for a device. A batch computes what `daypack.kernels.reference`
+computes, except for the order in which fp32 numbers are added.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ class Batch(Protocol):
         """Take in this step's gradients; False if tensors or their layouts have changed: then build another batch."""
 
     def attach(self) -> None:
-        """Take in state that was created or laid out anew."""
+        """Read the state again, after it was created or its layout changed."""
 
     def observe(self) -> NDArray[np.float64]:
-        """First pass over every gradient: statistics, and the sum of g^2 of each. Writes nothing else.
+        """Take the first pass over every gradient: fill the statistics and return each sum of g^2. Writes nothing else.
 
         A sum is not finite if the gradient is not, or if a statistic of it would overflow.
         """
 
     def shared_sums(self) -> list[list[Tensor]]:
-        """For each parameter the statistics that belong to all ranks, to be added up in place after `observe`; 1-D."""
+        """Return, for each parameter, the 1-D statistics to be added up over ranks, in place, after `observe`."""
 
     def check(self, active: Mask) -> None:
         """Raise ValueError if a parameter of ``active`` cannot be stepped, as `apply` would. Changes nothing."""
 
     def measure(self, active: Mask) -> dict[int, Tensor]:
-        """Count the step, bring statistics up to date, and for plans that `measures` the squares, fp64 ``[2]``, of the
-        parameter and of what its rule measures, by index."""
+        """Count the step and bring statistics up to date. For plans that `measures`, return by index the squares of the
+        parameter and of what its rule measures, fp64 ``[2]``.
+        """
 
     def apply(self, active: Mask, squares: dict[int, Tensor], last: bool) -> None:
-        """Second pass: new bases where they are due, moments, rule, decay and parameters.
+        """Take the second pass: bases where they are due, moments, rule, decay and parameters.
 
         Args:
             squares: by index, what `measure` returned, added up over all ranks.
@@ -67,7 +68,7 @@ class Batch(Protocol):
         """
 
     def step(self) -> Mask:
-        """All of the above at once, over every gradient that is finite; which ones are."""
+        """Do all of the above at once, for every gradient that is finite, and return which ones are."""
 
 
 class Backend(Protocol):
@@ -82,13 +83,13 @@ class Backend(Protocol):
     fused: ClassVar[bool]
 
     def about(self) -> str | None:
-        """What it runs on here, such as an instruction set; None if it cannot run here."""
+        """Return what it runs on here, such as an instruction set; None if it cannot run here."""
 
     def refusal(self, item: ParamStep) -> str | None:
-        """Why it cannot step a parameter, in words that follow "but"; None if it can."""
+        """Say why it cannot step a parameter, in words that follow "but"; None if it can."""
 
     def batch(self, items: list[ParamStep]) -> Batch:
-        """A batch of parameters that it does not refuse."""
+        """Return a batch of parameters that it does not refuse."""
 
     def tools(self, grad: Tensor) -> Tools | None:
-        """Its functions for calibration from a gradient; None if it has none for this one."""
+        """Return its functions for calibrating from a gradient; None if it has none for this one."""

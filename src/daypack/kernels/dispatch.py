@@ -21,7 +21,7 @@ BACKENDS: tuple[Backend, ...] = (Native(), Reference())
 
 
 def available() -> dict[str, str]:
-    """The backends that can run here, in order of preference, and what each runs on."""
+    """Return the backends that can run here, in order of preference, and what each runs on."""
     found = {backend.name: backend.about() for backend in BACKENDS}
     return {name: about for name, about in found.items() if about is not None}
 
@@ -47,12 +47,12 @@ def use(backend: str) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """The backend that `use` demands, if any."""
+    """Return the backend that `use` demands, if any."""
     return _forced.get()
 
 
 def choose(item: ParamStep) -> Backend:
-    """The backend that steps ``item``.
+    """Return the backend that steps ``item``.
 
     Raises:
         ValueError: it demands a fused one (``fused=True``), or `use` demands one that does not take it.
@@ -72,7 +72,7 @@ def choose(item: ParamStep) -> Backend:
 
 
 def _allowed(fused: bool | None) -> list[Backend]:
-    """The backends that may be chosen under the group option ``fused``, in order of preference."""
+    """Return the backends that may be chosen under the group option ``fused``, in order of preference."""
     name = _forced.get()
     if name is not None:
         return [backend for backend in BACKENDS if backend.name == name]
@@ -99,13 +99,13 @@ class Work:
         self._idle = idle
         chosen = [choose(item) for item in items]
         self.backends = [backend.name for backend in chosen]
-        self._batches: list[tuple[list[int], Batch]] = []
-        #: Parameters that a better backend refused for now: it may take them when a gradient changes.
+        self._batches: list[tuple[NDArray[np.int64], Batch]] = []
+        #: Parameters that a better backend refused this time: it may accept them when a gradient's layout changes.
         self._second_best = []
         for backend in BACKENDS:
             places = [i for i, each in enumerate(chosen) if each is backend]
             if places:
-                self._batches.append((places, backend.batch([items[i] for i in places])))
+                self._batches.append((np.array(places), backend.batch([items[i] for i in places])))
                 self._second_best += [(items[i], backend) for i in places if backend is not BACKENDS[0]]
         self.settled = False
 
@@ -118,12 +118,12 @@ class Work:
         return all(choose(item) is backend for item, backend in self._second_best)
 
     def attach(self) -> None:
-        """Take in state that was created or laid out anew since."""
+        """Read the state again, after it was created or its layout changed."""
         for _, batch in self._batches:
             batch.attach()
 
     def observe(self) -> NDArray[np.float64]:
-        """First pass over every gradient, which writes nothing but statistics; the sum of g^2 of each parameter."""
+        """Take the first pass over every gradient: fill the statistics and return the sum of g^2 of each parameter."""
         totals = np.zeros(len(self.items))
         for places, batch in self._batches:
             totals[places] = batch.observe()
@@ -131,15 +131,15 @@ class Work:
         return totals
 
     def shared_sums(self) -> list[list[Tensor]]:
-        """Per parameter the statistics that belong to all ranks, to be added up in place between the passes; 1-D."""
+        """Return, for each parameter, the 1-D statistics to be added up over ranks, in place, between the passes."""
         found: list[list[Tensor]] = [[] for _ in self.items]
         for places, batch in self._batches:
-            for i, parts in zip(places, batch.shared_sums(), strict=True):
+            for i, parts in zip(places.tolist(), batch.shared_sums(), strict=True):
                 found[i] = parts
         return found
 
     def step(self) -> Mask:
-        """Both passes over every parameter whose gradient is finite; which ones are.
+        """Take both passes over every parameter whose gradient is finite, and return which ones are.
 
         For steps that need no decision between the passes: gradients are read again while they are in the cache.
         """
@@ -151,7 +151,7 @@ class Work:
         return finite
 
     def apply(self, admitted: Mask, last: bool = True, add_up: AddUp | None = None) -> None:
-        """Second pass over the parameters marked by ``admitted``.
+        """Take the second pass over the parameters marked by ``admitted``.
 
         Args:
             last: no other parameters of this step will follow.
@@ -175,6 +175,6 @@ class Work:
 
 
 def tools(grad: Tensor, fused: bool | None = None) -> Tools:
-    """The fastest functions for calibration from ``grad``, under the group option ``fused``."""
+    """Return the fastest functions for calibrating from ``grad``, under the group option ``fused``."""
     found = (backend.tools(grad) for backend in _allowed(fused))
     return next((each for each in found if each is not None), REFERENCE)

@@ -1,7 +1,7 @@
-"""Whether tensors are still what they were at the step before, asked of every tensor of an optimizer at every step.
+"""Checks, at every step and for every tensor of an optimizer, that tensors are the same as at the step before.
 
-There is a slow way to ask in plain Python, and a fast one through interfaces of torch that are not public: it is tried
-first, and given up where a version of torch has none.
+A fast check uses interfaces of torch that are not public; where a version of torch lacks them, a slow check in plain
+Python is used.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Layouts:
         self._check = _guards(tensors) or _comparison(tensors)
 
     def hold(self, tensors: Sequence[object]) -> bool:
-        """Whether ``tensors`` are as many tensors of the same layouts; anything else among them means no."""
+        """Return whether ``tensors`` are as many tensors with the same layouts; False if any of them is no tensor."""
         return len(tensors) == self._count and self._check(*tensors)
 
 
 def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """The check that `torch.compile` makes before it runs compiled code: ten times faster than Python's."""
+    """Return the check that `torch.compile` makes before it runs compiled code: ten times faster than Python's."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
@@ -68,13 +68,13 @@ class Places:
             weakref.finalize(self, torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs, handles).atexit = False
 
     def hold(self, values: Sequence[object]) -> bool:
-        """Whether ``values`` are the same objects, with their elements in the same places."""
+        """Return whether ``values`` are the same objects, with their elements in the same places."""
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
         return same and self._look() == self._seen
 
 
 def _handles(tensors: list[Tensor]) -> list[Any] | None:
-    """References for torch's C interface, which code compiled apart from torch uses."""
+    """Return references to the tensors for torch's C interface, which code compiled apart from torch uses."""
     try:
         return None if _data_ptr() is None else torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
     except Exception:
@@ -98,7 +98,7 @@ def _looker(handles: list[Any], library: ctypes.CDLL) -> Callable[[], bytes | No
 
 @lru_cache(maxsize=1)
 def _data_ptr() -> ctypes.c_void_p | None:
-    """The function that finds a tensor's elements; None where torch's library lacks it."""
+    """Return torch's C function that finds a tensor's elements; None where its library lacks it."""
     try:
         (path,) = Path(torch.__file__).parent.glob("lib/*torch_cpu.*")
         return ctypes.cast(ctypes.CDLL(str(path)).aoti_torch_get_data_ptr, ctypes.c_void_p)

@@ -26,13 +26,13 @@ from daypack.rules.base import Elements, Hyper, Moment, Norms
 
 
 def _gradient(item: ParamStep, chunk: Chunk, hyper: Hyper) -> Tensor:
-    """A gradient chunk to read only, in the accumulator's dtype: it may be the gradient itself."""
+    """Return a gradient chunk in the accumulator's dtype. Do not write to it: it may be the gradient itself."""
     g = read(item.grad, item.view, chunk).to(accumulator(item.param.dtype))
     return hyper.seen(g, _param(item, chunk) if hyper.coupled else g)
 
 
 def _param(item: ParamStep, chunk: Chunk) -> Tensor:
-    """A chunk of the parameter to read only."""
+    """Return a chunk of the parameter in the accumulator's dtype. Do not write to it."""
     return read(item.param, item.view, chunk).to(accumulator(item.param.dtype))
 
 
@@ -41,7 +41,7 @@ def _chunks(item: ParamStep) -> Iterator[Chunk]:
 
 
 def observe(item: ParamStep) -> Tensor:
-    """First pass: fill ``item.sums`` with the statistics of the gradient; write nothing else.
+    """Take the first pass: fill ``item.sums`` with the statistics of the gradient, and write nothing else.
 
     Returns:
         The sum of g^2, 0-dim. It is not finite if the gradient is not, or if a statistic of g^2 would overflow.
@@ -69,7 +69,7 @@ def observe(item: ParamStep) -> Tensor:
 
 
 def combine(item: ParamStep) -> None:
-    """Between the passes: count the step, and bring the statistics up to date that the direction reads as new."""
+    """Count the step between the passes, and update the statistics that the direction needs in their new form."""
     if item.plan.projection:
         return  # its stand-in does both
     item.state["step"] += 1
@@ -88,7 +88,7 @@ def _decay(moment: Moment, item: ParamStep) -> float:
 
 
 def apply(item: ParamStep, squares: Tensor | None = None) -> None:
-    """Second pass: moments, the rule, decoupled decay and one rounding of the parameter.
+    """Take the second pass: moments, the rule, decoupled decay and one rounding of the parameter.
 
     Args:
         squares: of the whole tensor, from `measure`, where the plan `measures`.
@@ -127,7 +127,7 @@ def _encode(item: ParamStep, chunk: Chunk, x: Elements, step: int) -> None:
 def _apply_whole(
     item: ParamStep, elements: Callable[[Chunk], Elements], hyper: Hyper, whole: Callable[[Tensor, Hyper], Tensor]
 ) -> None:
-    """The second pass of a rule that needs whole matrices: of a shard, each rank gathers the direction of all of it."""
+    """Take the second pass of a rule that needs whole matrices; each rank gathers the whole direction of a shard."""
     view, real = item.view, accumulator(item.param.dtype)
     direction = torch.zeros(view.view3, dtype=real, device=item.param.device)
     for chunk in _chunks(item):
@@ -145,7 +145,7 @@ def _apply_whole(
 def _reader(
     item: ParamStep, hyper: Hyper, norms: Norms | None = None, observing: bool = False
 ) -> Callable[[Chunk], Elements]:
-    """What the rule sees of a chunk. Reading changes nothing, so a chunk may be read twice.
+    """Return a function from a chunk to what the rule sees of it. Reading changes nothing: a chunk may be read twice.
 
     Args:
         observing: statistics are of the step before.
@@ -166,7 +166,7 @@ def _reader(
 
 
 def measure(item: ParamStep) -> Tensor:
-    """Squares of the parameter and of what the rule measures, added up here: fp64 ``[2]``. A pass of its own."""
+    """Return the squares of the parameter and of what the rule measures, summed over this rank's part: fp64 ``[2]``."""
     measured, hyper = item.plan.rule.measured, item.hyper(item.steps)
     squares = torch.zeros(2, dtype=torch.float64, device=item.param.device)
     elements = _reader(item, hyper)
@@ -179,14 +179,14 @@ def measure(item: ParamStep) -> Tensor:
 
 
 def refresh_basis(item: ParamStep) -> None:
-    """Take a new basis from the gradient if the old one has served its time and the gradient is not all zeros."""
+    """Take a new basis from the gradient if the old one is used up and the gradient is not all zeros."""
     if item.plan.projection and item.state["basis_left"] == 0 and not item.is_zero():
         refresh_(item)
 
 
 def _apply_projected(item: ParamStep) -> None:
-    """Step a low-rank stand-in of the parameter, and bring where it went back to the parameter."""
-    # An all-zero gradient has no directions to offer, and does not use the basis up.
+    """Step the low-rank stand-in of a parameter, and apply its change to the parameter."""
+    # An all-zero gradient has no directions, and does not count against the life of the basis.
     served = not item.is_zero()
     low = stepped(item) if served else stand_in(item)
     observe(low)
@@ -198,7 +198,9 @@ def _apply_projected(item: ParamStep) -> None:
 
 
 def note_zeros(items: list[ParamStep], totals: NDArray[np.float64]) -> None:
-    """A sum of g^2 over 0 says that a gradient is not zero; a sum of 0 says nothing, because squares vanish."""
+    """Note which gradients are known not to be zero: those whose sum of g^2 is above 0. A sum of 0 says nothing,
+    because small squares underflow.
+    """
     for item, total in zip(items, totals.tolist(), strict=True):
         item.zero = False if total > 0 else None
 
@@ -209,7 +211,7 @@ class Batch:
     def __init__(self, items: list[ParamStep]) -> None:
         self.items = items
         self.attach()
-        # Parts of sharded parameters may be others at every step; nobody refreshes a batch of them.
+        # Local parts of sharded parameters may be new tensors at every step; a batch of them is not refreshed.
         self._layouts = Layouts(() if any(item.part is not None for item in items) else self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -260,7 +262,7 @@ class Batch:
 
 
 def _numbers(totals: list[Tensor]) -> NDArray[np.float64]:
-    """The value of each 0-dim tensor; one transfer from each device."""
+    """Return the value of each 0-dim tensor, with one transfer from each device."""
     result = np.zeros(len(totals))
     for device in {total.device for total in totals}:
         here = [i for i, total in enumerate(totals) if total.device == device]

@@ -1,6 +1,6 @@
 """The jobs behind the command line: tasks with small models, the step loop, comparisons, checkpoints of a job."""
 
-from daypack.lab.compare import Mean, Summary, compare, grid, summarise
+from daypack.lab.compare import Mean, OptimizerSummary, compare, grid, summarise_runs
 from daypack.lab.config import TrainConfig
 from daypack.lab.corpus import Corpus, load_corpus
 from daypack.lab.loop import Job, Record, RunResult, run
@@ -13,9 +13,9 @@ __all__ = [
     "Corpus",
     "Job",
     "Mean",
+    "OptimizerSummary",
     "Record",
     "RunResult",
-    "Summary",
     "Task",
     "TextTask",
     "TrainConfig",
@@ -29,5 +29,5 @@ __all__ = [
     "model_config",
     "presets",
     "run",
-    "summarise",
+    "summarise_runs",
 ]

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 
 from daypack.checkpoint.atomic import write_whole
-from daypack.checkpoint.content import OPTIMIZER_CLASS, damage
+from daypack.checkpoint.torch_files import OPTIMIZER_CLASS, file_damage
 from daypack.lab.config import TrainConfig
 from daypack.lab.loop import Job
 from daypack.lab.parallel import gathered, scatter_, scattered
 from daypack.lab.tasks import Task, load_task, task_info
 
-FORMAT = "daypack training"
-VERSION = 1
+TRAINING_FORMAT = "daypack training"
+TRAINING_VERSION = 1
 _REMEDY = "resume from another checkpoint, or start again without --resume"
 
 
@@ -58,8 +58,8 @@ def save_checkpoint(path: Path, job: Job) -> None:
     if job.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(job.device)
     content = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": TRAINING_FORMAT,
+        "version": TRAINING_VERSION,
         "config": job.config.to_dict(),
         "corpus": job.task.fingerprint,
         "step": job.step,
@@ -82,11 +82,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}; check the path")
     content = _read(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != TRAINING_FORMAT:
         raise ValueError(f"{path} is not a checkpoint of daypack train; {_REMEDY}")
-    if content.get("version") != VERSION:
+    if content.get("version") != TRAINING_VERSION:
         raise ValueError(
-            f"{path} has version {content.get('version')!r}, this daypack reads {VERSION}; use the other one"
+            f"{path} has version {content.get('version')!r}, this daypack reads {TRAINING_VERSION}; use the other one"
         )
     expected = {"config": dict, "corpus": str, "step": int, "seconds": float, "model": dict, "random": dict}
     for name, type_ in expected.items():
@@ -148,11 +148,11 @@ def resume(checkpoint: Checkpoint, config: TrainConfig | None = None, task: Task
 
 
 def _read(path: Path) -> Any:
-    """Unpickle `path` without running anything in it."""
+    """Return unpickle `path` without running anything in it."""
     try:
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a zip file, which torch.save writes")
-        if fault := damage(path):  # damaged numbers would train on silently
+        if fault := file_damage(path):  # damaged numbers would train on silently
             raise ValueError(fault)
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -176,7 +176,7 @@ def _load_weights(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def _sharded(job: Job, optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Shard tensors of a parameter's shape as the parameter is, which torch's own optimizers need."""
+    """Return shard tensors of a parameter's shape as the parameter is, which torch's own optimizers need."""
     params = [p for group in job.optimizer.param_groups for p in group["params"]]
     keys = [key for group in optimizer["param_groups"] for key in group["params"]]
     state = dict(optimizer["state"])

@@ -34,7 +34,7 @@ class Classifier(nn.Module, ABC):
         return float(loss), int((logits.argmax(-1) == targets).sum()), targets.numel()
 
     def _predict(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `[n, classes]` and targets `[n]`."""
+        """Return logits `[n, classes]` and targets `[n]`."""
         inputs, targets = self.split(batch)
         logits = self(inputs).flatten(0, -2)
         return logits if logits.dtype == torch.float64 else logits.float(), targets.flatten()

@@ -48,7 +48,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Summary:
+class OptimizerSummary:
     """What the runs of one optimizer came to.
 
     Attributes:
@@ -91,7 +91,7 @@ class Summary:
 def grid(
     base: TrainConfig, optimizers: Sequence[str], seeds: int, lrs: Mapping[str, float] | None = None
 ) -> list[TrainConfig]:
-    """List the runs of a comparison: for each seed, every optimizer in turn.
+    """Return list the runs of a comparison: for each seed, every optimizer in turn.
 
     Args:
         base: what all runs share; its seed is the first one.
@@ -152,7 +152,7 @@ def compare(
     return results
 
 
-def summarise(results: Sequence[RunResult]) -> list[Summary]:
+def summarise_runs(results: Sequence[RunResult]) -> list[OptimizerSummary]:
     """Summarise runs of one label and learning rate, in order of first appearance; gaps are to the first one."""
     groups: dict[tuple[str, float], list[RunResult]] = {}
     for result in results:
@@ -164,12 +164,12 @@ def summarise(results: Sequence[RunResult]) -> list[Summary]:
     ]
 
 
-def _summary(runs: Sequence[RunResult], baseline: Mapping[int, float], times: Mapping[int, float]) -> Summary:
+def _summary(runs: Sequence[RunResult], baseline: Mapping[int, float], times: Mapping[int, float]) -> OptimizerSummary:
     losses = _finite_losses(runs)
     rights = [100 * run.accuracy for run in runs if run.config.seed in losses and math.isfinite(run.accuracy)]
     ratios = [run.optimizer_ms / times[run.config.seed] for run in runs if times.get(run.config.seed)]
     gaps = [loss - baseline[seed] for seed, loss in losses.items() if seed in baseline]
-    return Summary(
+    return OptimizerSummary(
         label=runs[0].config.label,
         task=runs[0].config.task,
         lr=runs[0].config.lr,

@@ -117,7 +117,7 @@ def split_corpus(content: bytes, source: str) -> Corpus:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """List the files below `folder` in an order that depends on names only."""
+    """Yield list the files below `folder` in an order that depends on names only."""
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
         paths = (Path(directory, name) for name in sorted(files) if not name.startswith("."))

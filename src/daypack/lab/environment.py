@@ -1,4 +1,4 @@
-"""What a result depends on beside its config."""
+"""What a result depends on besides its config."""
 
 import os
 import platform

@@ -177,7 +177,7 @@ class Job:
             yield self.advance()
 
     def advance(self) -> Record:
-        """Do the next step, and the evaluation that is due after it."""
+        """Return do the next step, and the evaluation that is due after it."""
         started = time.perf_counter()
         config, parameters = self.config, list(self.model.parameters())
         lr = config.learning_rate(self.step)

@@ -84,7 +84,9 @@ def rotary_table(length: int, head_dim: int, base: float, device: torch.device) 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim/2) of `x`, `[batch, heads, length, head_dim]`, by the angle of their position."""
+    """Return rotate pairs (i, i + head_dim/2) of `x`, `[batch, heads, length, head_dim]`, by the angle of their
+    position.
+    """
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
@@ -101,7 +103,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within `x`, `[batch, length, hidden]`."""
+        """Return attend within `x`, `[batch, length, hidden]`."""
         batch, length, _ = x.shape
         q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)

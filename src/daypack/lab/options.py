@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field
 from typing import Any, TypeAlias
 
-#: The largest count of anything: above it, it is a slip of the keyboard.
+#: The largest count of anything; a larger one is taken for a typing error.
 MOST = 2**31 - 1
 #: The commands that take options of a run.
 COMPARE, TRAIN = "compare", "train"

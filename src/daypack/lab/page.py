@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from daypack.lab.compare import Mean, Summary, summarise
+from daypack.lab.compare import Mean, OptimizerSummary, summarise_runs
 from daypack.lab.config import TrainConfig
 from daypack.lab.curve import draw
 from daypack.lab.loop import RunResult
@@ -41,7 +41,7 @@ class Provenance:
 
 def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
     """Render a comparison or, with one result, a single run as HTML."""
-    summaries = summarise(results)
+    summaries = summarise_runs(results)
     return render(
         "daypack.lab",
         "report.html.j2",
@@ -66,7 +66,7 @@ def render_page(results: Sequence[RunResult], provenance: Provenance) -> str:
     )
 
 
-def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
+def _figures(summaries: Sequence[OptimizerSummary]) -> list[tuple[str, str, str]]:
     """Return the three numbers at the top: title, value, explanation."""
     first, last = summaries[0], summaries[min(1, len(summaries) - 1)]
     unit = task_info(first.task).unit
@@ -99,13 +99,13 @@ def _figures(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _coloured(summaries: Sequence[Summary]) -> list[tuple[Summary, str, str]]:
-    """Pair each summary with its curve's colours."""
+def _coloured(summaries: Sequence[OptimizerSummary]) -> list[tuple[OptimizerSummary, str, str]]:
+    """Return pair each summary with its curve's colours."""
     count = len(LIGHT.lines)
     return [(summary, LIGHT.lines[i % count], DARK.lines[i % count]) for i, summary in enumerate(summaries)]
 
 
-def _bars(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+def _bars(summaries: Sequence[OptimizerSummary]) -> list[dict[str, Any]]:
     """Describe memory as stacked bars, and what the state of a large model would be at the same rate."""
     longest = max(summary.memory.total for summary in summaries) or 1
     return [
@@ -127,7 +127,7 @@ def _bars(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     ]
 
 
-def _steps(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
+def _steps(summaries: Sequence[OptimizerSummary]) -> list[tuple[str, ...]]:
     """Return label, median step, ratio to the first optimizer's, first step, share of the run."""
     return [
         (
@@ -146,7 +146,7 @@ def _ratio(mean: Mean) -> str:
 
 
 def _settings(results: Sequence[RunResult]) -> list[tuple[str, str]]:
-    """List the settings of the runs for people, a row for each `Option` that has one."""
+    """Return list the settings of the runs for people, a row for each `Option` that has one."""
     configs = [result.config for result in results]
     rows = {row[0]: row[1](configs) for entry in fields(TrainConfig) if (row := option_of(entry).row)}
     rows["model"] += f", {results[0].parameters:,} parameters"

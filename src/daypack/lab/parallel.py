@@ -47,7 +47,7 @@ class Ranks:
 
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block)
-            # Not the root's default: what an evaluation leaves unsharded, the next step would train on, out of date.
+            # The root's default leaves weights unsharded after an evaluation; the next step would then use outdated ones.
             fully_shard(model, reshard_after_forward=True)
         loss: Callable[..., Tensor] = model.loss  # type: ignore[assignment]
         return loss
@@ -109,7 +109,7 @@ def scatter_(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None
 
 
 def scattered(value: Any, like: Tensor) -> Any:
-    """Shard ``value`` as ``like`` is, if it is a tensor of the same shape; else return it as it is."""
+    """Return shard ``value`` as ``like`` is, if it is a tensor of the same shape; else return it as it is."""
     if not (is_distributed(like) and isinstance(value, Tensor) and value.shape == like.shape):
         return value
     from torch.distributed.tensor import distribute_tensor

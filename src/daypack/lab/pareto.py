@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from daypack.lab.compare import Mean, Summary
+from daypack.lab.compare import Mean, OptimizerSummary
 from daypack.lab.tasks import task_info
 from daypack.presentation.figure import Theme, style
 
@@ -21,12 +21,12 @@ _PLACES = (
 _POINT = 6
 
 
-def plottable(summaries: Sequence[Summary]) -> list[tuple[Summary, Mean]]:
+def plottable(summaries: Sequence[OptimizerSummary]) -> list[tuple[OptimizerSummary, Mean]]:
     """Return the optimizers that have a point, with their loss: those that did not diverge."""
     return [(summary, summary.loss) for summary in summaries if summary.loss is not None]
 
 
-def frontier(summaries: Sequence[Summary]) -> list[tuple[float, float]]:
+def frontier(summaries: Sequence[OptimizerSummary]) -> list[tuple[float, float]]:
     """Return bytes of state per parameter and loss of the optimizers that none beats in both, by rising bytes."""
     best: list[tuple[float, float]] = []
     for point in sorted((summary.bytes_per_param, loss.value) for summary, loss in plottable(summaries)):
@@ -35,7 +35,7 @@ def frontier(summaries: Sequence[Summary]) -> list[tuple[float, float]]:
     return best
 
 
-def draw_pareto(summaries: Sequence[Summary], theme: Theme, *, wide: bool) -> Figure:
+def draw_pareto(summaries: Sequence[OptimizerSummary], theme: Theme, *, wide: bool) -> Figure:
     """Draw losses with standard errors over seeds, a line through the frontier, a name at every point."""
     figure = Figure(figsize=(10, 4.2) if wide else (4.6, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -56,7 +56,7 @@ def draw_pareto(summaries: Sequence[Summary], theme: Theme, *, wide: bool) -> Fi
     return figure
 
 
-def _name(figure: Figure, axes: Axes, points: Sequence[tuple[Summary, Mean]], theme: Theme) -> None:
+def _name(figure: Figure, axes: Axes, points: Sequence[tuple[OptimizerSummary, Mean]], theme: Theme) -> None:
     """Write names at their points, where they hide neither a point nor another name, if there is such a place."""
     figure.draw_without_rendering()  # places the axes
     frame, taken = axes.get_window_extent(), []

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from daypack.lab.compare import Summary
+from daypack.lab.compare import OptimizerSummary
 from daypack.lab.tasks import task_info
 
 
-def comparison_table(summaries: Sequence[Summary]) -> Table:
+def comparison_table(summaries: Sequence[OptimizerSummary]) -> Table:
     """Make a table of one row per optimizer; gaps are measured from the first one."""
     # 80 columns hold two optimizers with standard errors; a label wraps before a number is cut.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -23,7 +23,7 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
     return table
 
 
-def cells(summary: Summary) -> tuple[str, ...]:
+def cells(summary: OptimizerSummary) -> tuple[str, ...]:
     """Return label, learning rate, loss, gap, accuracy, bytes per parameter, optimizer time, wall time."""
     loss = "diverged" if summary.loss is None else str(summary.loss)
     if summary.diverged and summary.loss is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from daypack.lab.compare import Summary
+from daypack.lab.compare import OptimizerSummary
 from daypack.lab.tasks import task_info
 
 # Runs of the text task that differ in the last bit of one number end about this far apart (nats per byte).
@@ -11,7 +11,7 @@ NOISE = 0.01
 LASTING = 1500
 
 
-def headline(summaries: Sequence[Summary]) -> str:
+def headline(summaries: Sequence[OptimizerSummary]) -> str:
     """Say the result in one line: the second optimizer against the first, or the only one by itself."""
     first = summaries[0]
     if len(summaries) == 1:
@@ -20,12 +20,12 @@ def headline(summaries: Sequence[Summary]) -> str:
     return sentence(summaries[1], first)
 
 
-def sentence(summary: Summary, baseline: Summary) -> str:
+def sentence(summary: OptimizerSummary, baseline: OptimizerSummary) -> str:
     """Say how `summary` did against `baseline`."""
     return f"{summary.label} {_quality(summary, baseline)}, with {_memory(summary, baseline)}"
 
 
-def caveat(summaries: Sequence[Summary]) -> str:
+def caveat(summaries: Sequence[OptimizerSummary]) -> str:
     """Say how far the comparison can be trusted."""
     seeds, steps = summaries[0].seeds, summaries[0].steps
     text = summaries[0].task == "text"
@@ -55,7 +55,7 @@ def ratio(value: float, baseline: float) -> str:
     return f"{baseline / value:.1f}x less" if value < baseline else f"{value / baseline:.1f}x more"
 
 
-def _quality(summary: Summary, baseline: Summary) -> str:
+def _quality(summary: OptimizerSummary, baseline: OptimizerSummary) -> str:
     if summary.loss is None:
         return "diverges"
     if summary.gap is None:
@@ -67,7 +67,7 @@ def _quality(summary: Summary, baseline: Summary) -> str:
     return f"ends {abs(gap.value):.3f} nats {'below' if gap.value < 0 else 'above'} {baseline.label}"
 
 
-def _memory(summary: Summary, baseline: Summary) -> str:
+def _memory(summary: OptimizerSummary, baseline: OptimizerSummary) -> str:
     if summary.bytes_per_param == 0:
         return "no optimizer state"
     return f"{ratio(summary.bytes_per_param, baseline.bytes_per_param)} optimizer state"

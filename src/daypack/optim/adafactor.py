@@ -67,7 +67,7 @@ class Adafactor(CompressedOptimizer):
     the root of the second moment alone, where torch also uses it (not squared) as the least mean of the row means,
     which makes gradients below 3e-4 look larger than they are; all arithmetic is fp32 and rounds once.
 
-    Flat partitions: a vector has no rows to share and no norm of the whole; see README.
+    Flat partitions: a vector has no rows to share and no norm of the whole; see docs/guide.md.
     """
 
     structural = ("beta1", "bits", "block_size")
@@ -119,7 +119,7 @@ class Adafactor(CompressedOptimizer):
             )
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Factored from two dims on, where that takes fewer bytes than one number per element."""
+        """Plan a factored second moment for two and more dims, where it takes fewer bytes than fp32 elements."""
         plan = smallest_plan(ADAFACTOR, tuple(shape), dtype, group["bits"], "factored", group["block_size"])
         return plan if group["beta1"] is not None else _without_average(plan)
 

@@ -28,7 +28,7 @@ from daypack.optim.options import (
     check_positive,
     plain_name,
 )
-from daypack.optim.partition import Attention, Choice, Partition, check_partition, choose, form_of, of_model
+from daypack.optim.partition import Choice, KnownHeads, Partition, check_partition, choose_rule, form_of, of_model
 from daypack.param import ParamPlan
 from daypack.rules.adamw import ADAMW
 
@@ -102,7 +102,7 @@ class AdamMini(CompressedOptimizer):
         placement: Literal["resident", "paged"] = "resident",
         spill_dir: str | None = None,
     ) -> None:
-        partition = _complete(params, partition, Attention(num_heads, head_dim, value))
+        partition = _complete(params, partition, KnownHeads(num_heads, head_dim, value))
         params = params.named_parameters() if isinstance(params, nn.Module) else params
         super().__init__(params, arguments(locals()))
         self._check_patterns()
@@ -118,19 +118,21 @@ class AdamMini(CompressedOptimizer):
         check_choice(group, "bits", (8, 32), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """The second moment that the parameter's rule says; a first moment in 8 bits where that takes fewer bytes."""
+        """Plan the second moment that the parameter's rule says; a first moment in 8 bits if that takes fewer bytes."""
         return _plan(tuple(shape), dtype, group["bits"], self._choice(shape, group, name).rule, name)
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """One second moment per block of the flat piece: its parameters are not known."""
+        """Plan one second moment per block of the flat piece, because its parameters are not known."""
         return ParamPlan(ADAMW, (BlockQuantized() if group["bits"] == 8 else Dense(), BlockMean()))
 
     def _choice(self, shape: torch.Size, group: Group, name: str) -> Choice:
         partition: Partition = tuple(map(tuple, group["partition"]))
-        return choose(name, tuple(shape), partition, Attention(group["num_heads"], group["head_dim"], group["value"]))
+        return choose_rule(
+            name, tuple(shape), partition, KnownHeads(group["num_heads"], group["head_dim"], group["value"])
+        )
 
     def partition_report(self) -> PartitionReport:
-        """What shares a second moment with what, and why; ``str()`` of it is a table."""
+        """Report which elements share a second moment, and why; ``str()`` of the result is a table."""
         entries = []
         for group, name, p in self._params():
             choice, view = self._choice(p.shape, group, name), geometry(tuple(p.shape))
@@ -140,7 +142,7 @@ class AdamMini(CompressedOptimizer):
         return PartitionReport(tuple(entries))
 
     def _check_patterns(self) -> None:
-        """Patterns of the user's own (what a model says has a reason with it) must match something."""
+        """Check that every pattern the user gave matches a parameter; entries from a model have a third part."""
         given = [entry[0] for group in self.param_groups for entry in group["partition"] if len(entry) == 2]
         check_patterns(given, [plain_name(name) for _, name, _ in self._params()], "the pattern of partition")
 
@@ -188,8 +190,8 @@ class PartitionReport:
         return "\n".join(lines)
 
 
-def _complete(params: object, partition: Sequence[Sequence[str]], known: Attention) -> Partition:
-    """``partition`` with what the model behind ``params`` says, if there is one."""
+def _complete(params: object, partition: Sequence[Sequence[str]], known: KnownHeads) -> Partition:
+    """Return ``partition`` followed by what the model behind ``params`` says, if there is one."""
     check_partition(partition, "AdamMini")
     given = tuple(map(tuple, partition))
     model = params if isinstance(params, nn.Module) else getattr(params, "model", None)

@@ -47,7 +47,7 @@ class AdEMAMix(CompressedOptimizer):
         alpha_warmup: steps over which alpha rises from 0 in a straight line; None: it does not.
         beta3_warmup: steps over which ``betas[2]`` rises from ``betas[0]``, evenly in half-lives; None: it does not.
             The paper warms both up over the whole run: a slow average that starts at once may diverge.
-        bits: 8 stores both averages as 8-bit codes into one codebook learned from first gradients, 32 in fp32.
+        bits: 8 stores both averages as 8-bit codes into a codebook learned from first gradients, 32 in fp32.
         second_moment: ``"factored"`` for row and column means of g^2, or ``"dense"``.
         block_size: elements of a row that share one scale of an 8-bit average.
         nonfinite: what to do with a parameter whose gradient is not finite: ``"skip"`` it or ``"raise"``.
@@ -102,5 +102,5 @@ class AdEMAMix(CompressedOptimizer):
         check_block_size(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Compressed moments from two dims on, each where it takes fewer bytes than fp32."""
+        """Plan compressed moments for two and more dims, each where it takes fewer bytes than fp32."""
         return smallest_plan(RULE, tuple(shape), dtype, group["bits"], group["second_moment"], group["block_size"])

@@ -1,4 +1,4 @@
-"""Which parameters a step moves: not those with gradients that are not finite, nor those that are only probed."""
+"""Which parameters a step moves: all but those with a gradient that is not finite, and those that are only probed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def admit(
     """Decide which of ``items`` are stepped, and count the others whose gradients are not finite in ``skipped``.
 
     The probe is how torch.distributed.checkpoint has state created: a step with lr 0 on all-zero gradients of
-    parameters that were never stepped. lr 0 alone is a warm-up, a zero gradient alone is LoRA.
+    parameters that were never stepped. lr 0 alone may be a warm-up, and a zero gradient alone
+    occurs in LoRA, so both are required.
 
     Args:
         finite: whether all ranks' gradients are finite, for each item.

@@ -83,5 +83,5 @@ class ADOPT(CompressedOptimizer):
         check_block_size(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Compressed moments from two dims on, each where it takes fewer bytes than fp32."""
+        """Plan compressed moments for two and more dims, each where it takes fewer bytes than fp32."""
         return smallest_plan(RULE, tuple(shape), dtype, group["bits"], group["second_moment"], group["block_size"])

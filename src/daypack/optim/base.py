@@ -27,7 +27,7 @@ from daypack.param import ParamPlan, ParamStep
 from daypack.placement.schedule import Placements
 from daypack.rules.base import Rule
 
-#: After this many steps in which no parameter had a gradient, the optimizer says that it may hold the wrong ones.
+#: After this many steps without a gradient, the optimizer warns that it may hold the wrong parameters.
 _STEPS_BEFORE_IDLE_WARNING = 10
 
 
@@ -38,8 +38,8 @@ class CompressedOptimizer(Optimizer):
     training needs stands in ``state`` and ``param_groups`` and is saved by `state_dict`.
 
     Attributes:
-        partition_caveat: what this optimizer does otherwise with a flat piece of other parameters (ZeRO, FSDP1), where
-            it needs whole ones; None where it treats every element alike.
+        partition_caveat: what this optimizer does differently with a flat piece of other parameters (ZeRO, FSDP1), if
+            it needs whole parameters; None if it treats every element alike.
         structural: options that decide how state is stored; with a loaded checkpoint they come from it.
         skipped: how often each parameter was passed over because its gradient was not finite, in this process.
     """
@@ -49,7 +49,7 @@ class CompressedOptimizer(Optimizer):
     skipped: Counter[str]
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """How a parameter of this global shape and dtype is stored and stepped under the options of ``group``.
+        """Return how a parameter of this global shape and dtype is stored and stepped under the options of ``group``.
 
         Args:
             name: the parameter's name where it has one, for optimizers that know rules for names.
@@ -57,20 +57,20 @@ class CompressedOptimizer(Optimizer):
         raise NotImplementedError
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """How a flat piece of many parameters (ZeRO's) is stored and stepped; as a vector, if not otherwise."""
+        """Return how a flat piece of many parameters (ZeRO's) is stored and stepped; by default, as a vector."""
         return self.plan(shape, dtype, group, name)
 
     def plan_of(self, param: Tensor, group: Group, name: str) -> ParamPlan:
-        """`plan` of a parameter, or `plan_partition`."""
+        """Return `plan` of a parameter, or `plan_partition` of a flat piece."""
         plan = self.plan_partition if sharding.is_bare_partition(param) else self.plan
         return plan(param.shape, param.dtype, group, name)
 
     def main_rule(self, group: Group) -> Rule:
-        """The rule that steps the parameters of ``group``, or most of them."""
+        """Return the rule that steps the parameters of ``group``, or most of them."""
         return self.plan(torch.Size((0,)), torch.float32, group, "").rule
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
-        """What to tell the user about a parameter whose state is about to be created; None: nothing is unexpected."""
+        """Return what to warn the user of before a parameter's state is created; None if nothing is unexpected."""
         return self.partition_caveat if sharding.is_flat_partition(param) else None
 
     def check_options(self, group: Group, where: str) -> None:
@@ -119,11 +119,11 @@ class CompressedOptimizer(Optimizer):
                     check_param(p, str(name))
                     self.plan(p.shape, p.dtype, options, str(name))
         super().add_param_group(param_group)
-        # Saved with the group: state that has the same layout under another rule is not taken for this one's.
+        # Saved with the group, so that state of another rule is refused even if its layout is the same.
         param_group["rule"] = self.main_rule(param_group).name
 
     def _params(self) -> Iterator[tuple[Group, str, Tensor]]:
-        """Group, name and tensor of every parameter. Read anew at each step: wrappers replace what groups hold."""
+        """Yield group, name and tensor of every parameter. Read at each step, because wrappers replace parameters."""
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 yield group, param_name(group, g, i), p
@@ -166,7 +166,7 @@ class CompressedOptimizer(Optimizer):
         return loss
 
     def _sharded(self) -> list[tuple[Tensor, ParamPlan]]:
-        """Trainable parameters of which every rank holds a part."""
+        """Return the trainable parameters of which every rank holds a part."""
         if not sharding.any_distributed(p for group in self.param_groups for p in group["params"]):
             return []
         return [
@@ -176,7 +176,7 @@ class CompressedOptimizer(Optimizer):
         ]
 
     def _step_together(self, exchange: Exchange) -> None:
-        """A step in which all ranks decide alike: what they know of gradients, they know together."""
+        """Take a step in which all ranks share what they know of the gradients, and so decide alike."""
         work, error = None, None
         self._work = None  # parts of parameters may be others at every step
         try:
@@ -204,18 +204,18 @@ class CompressedOptimizer(Optimizer):
         return any(float(group["lr"]) == 0 for group in self.param_groups)
 
     def _unsure(self, item: ParamStep) -> bool:
-        """Whether it matters that the item's gradient may be all zeros."""
+        """Return whether it matters that the item's gradient may be all zeros."""
         return item.steps == 0 or not self._calibration.is_done(item)
 
     def _decides_between_passes(self) -> bool:
-        """Whether one parameter's gradient may keep others from being stepped, or be the zero-gradient probe."""
+        """Return whether one parameter's gradient may stop others from being stepped, or be the zero-gradient probe."""
         return self._any_rate_is_zero() or any(group["nonfinite"] == "raise" for group in self.param_groups)
 
     def _collect(self) -> Work:
-        """The parameters with a gradient, after every option and every gradient was checked.
+        """Return the parameters with a gradient, after checking every option and every gradient.
 
-        Most steps differ from the one before in numbers alone: the same tensors in the same layout. What was worked out
-        about them is kept for as long as that is so.
+        Most steps see the same tensors in the same layout as the step before, only with other values. What was derived
+        from the layout is cached until it changes.
         """
         for g, group in enumerate(self.param_groups):
             self.check_options(group, f"parameter group {g}")
@@ -228,7 +228,7 @@ class CompressedOptimizer(Optimizer):
         return self._work
 
     def _key(self) -> tuple[Any, ...]:
-        """What the layout of the work depends on, beside the tensors' own: parameters, states, options."""
+        """Return what the cached work depends on besides the tensors' own layouts: parameters, states, options."""
         params = [p for group in self.param_groups for p in group["params"]]
         options = [
             [group.get(name) for name in ("fused", "placement", "spill_dir", *self.structural)]
@@ -239,7 +239,7 @@ class CompressedOptimizer(Optimizer):
         return kept, sizes, options, dispatch.forced()
 
     def _items(self) -> list[ParamStep]:
-        """One `ParamStep` for each parameter with a gradient, once all of them were checked."""
+        """Return a `ParamStep` for each parameter with a gradient, after checking all of them."""
         items = []
         for group, name, p in self._params():
             parted = bool(p.requires_grad and sharding.groups_of(p))  # another rank may have a gradient
@@ -291,7 +291,7 @@ class CompressedOptimizer(Optimizer):
                 warnings.warn(f"{type(self).__name__} {caveat}: {', '.join(names)}", stacklevel=3)
 
     def _settle(self, work: Work, admitted: Mask) -> bool:
-        """What first steps need: state, and what is learned from gradients.
+        """Create the state that first steps need, and learn from their gradients.
 
         Returns:
             Whether statistics must be taken once more, because what they are taken over has changed.
@@ -309,22 +309,24 @@ class CompressedOptimizer(Optimizer):
         return changed
 
     def _plans(self) -> Iterator[tuple[ParamPlan, State]]:
-        """Plan and state of every parameter that has state."""
+        """Yield plan and state of every parameter that has state."""
         return ((self.plan_of(p, group, name), self.state[p]) for group, name, p in self._params() if self.state.get(p))
 
     def wait(self) -> None:
-        """Return once state that is on its way home from a step is there, to be read (``placement="paged"``)."""
+        """Wait until paged state that a step is still copying back can be read (``placement="paged"``)."""
         self._placements.wait()
 
     def kernels(self) -> dict[Tensor, str]:
-        """The backend that took each parameter at the last step, by name."""
+        """Return the name of the backend that took each parameter at the last step."""
         work = self._work
         return {item.whole: name for item, name in zip(work.items, work.backends, strict=True)} if work else {}
 
     # ------------------------------------------------------------ state dict
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; shapes follow from the parameters' shapes, and ``torch.load(weights_only=True)`` reads it."""
+        """Return the state as torch does. Shapes follow from the parameters' shapes, and
+        ``torch.load(weights_only=True)`` reads the saved file.
+        """
         self.wait()
         live = self.state
         reachable = [p for _, _, p in self._params() if p in live]
@@ -367,7 +369,7 @@ class CompressedOptimizer(Optimizer):
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Publish loaded or unpickled state: unwrap and place its tensors, and bring them into their live shape."""
+        """Take over loaded or unpickled state: unwrap its tensors, place them, and give them their live shapes."""
         if "_placements" in self.__dict__:
             self._placements.wait()
         self._reset()

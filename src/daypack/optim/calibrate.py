@@ -15,17 +15,17 @@ from daypack.param import ParamPlan, ParamStep
 from daypack.projection import stepped
 
 #: A moment that still lacks what its format learns.
-Pupil = tuple[ParamStep, str, StateFormat]
+Unlearned = tuple[ParamStep, str, StateFormat]
 
 
 class Calibration:
-    """Calibrates each parameter once. What is learned stands in the state; here is only which state was looked at."""
+    """Calibrates each parameter once. What is learned is kept in the state; this object only notes what was checked."""
 
     def __init__(self) -> None:
         self._done = WeakIdKeyDictionary()
 
     def is_done(self, item: ParamStep) -> bool:
-        """Whether the state of a parameter holds all that it learns."""
+        """Return whether the state of a parameter holds all that it learns."""
         return all(self._holds(form.learned(item.state, name)) for name, form in item.plan.stored)
 
     def run(self, items: Sequence[ParamStep], everyone: Iterable[tuple[ParamPlan, State]]) -> bool:
@@ -38,27 +38,29 @@ class Calibration:
         Returns:
             Whether statistics must be taken once more, because what they are taken over has changed.
         """
-        lessons: dict[str, list[Pupil]] = {}
-        alone: list[list[Pupil]] = []
+        lessons: dict[str, list[Unlearned]] = {}
+        alone: list[list[Unlearned]] = []
         for item in items:
             for name, form in item.plan.stored:
                 if self._holds(form.learned(item.state, name)) or item.is_zero():
                     continue
-                pupil = item, name, form
+                entry = item, name, form
                 if form.lesson is None:
-                    alone.append([pupil])
+                    alone.append([entry])
                 else:
-                    lessons.setdefault(form.lesson, []).append(pupil)
+                    lessons.setdefault(form.lesson, []).append(entry)
         states, again = list(everyone) if lessons else [], False
-        for lesson, pupils in lessons.items():
+        for lesson, waiting in lessons.items():
             known = known_in(lesson, states)
-            again |= _teach(pupils, _learn(pupils) if known is None else known)
-        for pupils in alone:
-            again |= _teach(pupils, _learn(pupils))
+            again |= _calibrate(waiting, _learn(waiting) if known is None else known)
+        for waiting in alone:
+            again |= _calibrate(waiting, _learn(waiting))
         return again
 
     def _holds(self, learned: Tensor | None) -> bool:
-        """Whether there is nothing to learn, or calibration has filled this tensor. Asked of the device once."""
+        """Return whether there is nothing to learn, or calibration has filled this tensor. Reads the device once per
+        tensor.
+        """
         if learned is None or learned in self._done:
             return True
         if learned.any():
@@ -68,7 +70,7 @@ class Calibration:
 
 
 def known_in(lesson: str, states: Iterable[tuple[ParamPlan, State]]) -> Tensor | None:
-    """What the first parameter that has learned ``lesson`` has learned; None if none has."""
+    """Return what the first parameter that has learned ``lesson`` has learned; None if none has."""
     for plan, state in states:
         for name, form in plan.stored:
             learned = form.learned(state, name) if form.lesson == lesson and state else None
@@ -77,10 +79,12 @@ def known_in(lesson: str, states: Iterable[tuple[ParamPlan, State]]) -> Tensor |
     return None
 
 
-def _learn(pupils: list[Pupil]) -> Tensor:
-    """What follows from the gradients of all ``pupils``, on all ranks: one collective per set of process groups."""
+def _learn(waiting: list[Unlearned]) -> Tensor:
+    """Learn from the gradients of all entries of ``waiting`` on all ranks, with one collective per set of process
+    groups.
+    """
     members: dict[sharding.Groups, list[tuple[ParamStep, StateFormat]]] = {}
-    for item, _, form in pupils:
+    for item, _, form in waiting:
         members.setdefault(sharding.groups_of(item.whole), []).append((stepped(item), form))
     total = None
     for groups, many in members.items():
@@ -93,7 +97,7 @@ def _learn(pupils: list[Pupil]) -> Tensor:
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:
-    """Their sum, on the CPU if they lie on several devices."""
+    """Return the sum of ``parts``, on the CPU if they are on several devices."""
     first, *rest = parts
     for part in rest:
         first = first + part if part.device == first.device else first.cpu() + part.cpu()
@@ -104,6 +108,6 @@ def _tools(item: ParamStep) -> Tools:
     return dispatch.tools(item.grad, item.group["fused"])
 
 
-def _teach(pupils: list[Pupil], found: Tensor) -> bool:
-    again = [form.calibrate_(item.state, name, item.view, found) for item, name, form in pupils]
+def _calibrate(waiting: list[Unlearned], found: Tensor) -> bool:
+    again = [form.calibrate_(item.state, name, item.view, found) for item, name, form in waiting]
     return any(again)

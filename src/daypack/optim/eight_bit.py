@@ -77,7 +77,7 @@ class EightBit(CompressedOptimizer):
         check_positive(group, "min_8bit_size", where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Codes for both moments where the parameter is large enough and they take fewer bytes, else fp32.
+        """Plan codes for both moments where the parameter is large enough and they take fewer bytes, else fp32.
 
         Vectors stay in fp32: their shards, cut anywhere, would cut blocks.
         """
@@ -85,7 +85,7 @@ class EightBit(CompressedOptimizer):
         return self._coded(shape, dtype, {**group, "bits": 32} if wide else group)
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Flat blocks of the piece, which is never cut."""
+        """Plan codes with flat blocks for the piece, which is never cut."""
         return self._coded(shape, dtype, group)
 
     def _coded(self, shape: torch.Size, dtype: torch.dtype, group: Group) -> ParamPlan:

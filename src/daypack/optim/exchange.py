@@ -1,7 +1,7 @@
-"""What ranks tell each other in a step about parameters whose parts they hold.
+"""What ranks communicate in a step about parameters that are sharded over them.
 
-Every rank enters the same buffers in every step. They are laid out from groups and global shapes, never from gradients:
-a rank without a gradient, with an empty part or with an error takes part like all others, so that none waits for ever.
+Every rank takes part in the same collectives in every step. Buffers are laid out from groups and global shapes, never
+from gradients: a rank without a gradient, with an empty part or with an error takes part too, so that no rank hangs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Exchange:
 
     Args:
         members: each sharded parameter with its plan.
-        away: whether state is brought in piece by piece.
+        away: whether state is paged, and so brought in piece by piece.
 
     Raises:
         ValueError: a rule needs norms of whole parameters, which pieces cannot give.
@@ -57,7 +57,7 @@ class Exchange:
         unsure: Callable[[ParamStep], bool],
         error: ValueError | None,
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Add up statistics of g^2 over all ranks, and learn what they know together.
+        """Add up statistics of g^2 over all ranks, and share what each rank knows of its gradients.
 
         Args:
             work: observed; None if this rank failed.

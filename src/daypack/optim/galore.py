@@ -24,18 +24,18 @@ from daypack.optim.options import (
 from daypack.param import ParamPlan
 
 #: Options of GaLore that the inner optimizer takes over where it has them.
-SHARED = ("lr", "betas", "eps", "weight_decay", "maximize")
+INNER_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize")
 #: Options of inner optimizers that read the parameter itself, which a stand-in is not, or override the learning rate.
 NEUTRAL = (("scale_parameter", False), ("relative_step", False))
 #: What makes no sense around a stand-in, why, and what to take.
-UNFIT = {
+UNFIT_INNER = {
     "galore": "a stand-in is not projected again; take inner='adamw' or 'gefen'",
     "lamb": "its step is as long as the parameter, and a stand-in starts at zero; take inner='adamw', or daypack.LAMB",
     "muon": "it needs the matrix itself, which a stand-in is not; take inner='adamw', or daypack.Muon",
     "adam_mini": "its heads and neurons are rows of the parameter, which a stand-in has not; take inner='gefen', whose "
     "second moment is shared too, or daypack.AdamMini",
 }
-#: Matrices with fewer elements stay dense without a word where projecting them saves nothing.
+#: Where projecting a matrix saves nothing, there is a warning only if it has at least this many elements.
 WORTH_SAYING = 4096
 
 
@@ -51,8 +51,8 @@ class GaLore(CompressedOptimizer):
     Everything else runs the inner optimizer plainly: groups without a rank, vectors, three and more dims (convolutions,
     stacked experts), and matrices for which the low-rank state would not be smaller, which is warned of once. These
     step at ``lr``; what is projected steps at ``scale`` times it, as in galore-torch, where parameters of groups
-    without a rank take the plain rate too. Where few matrices of a group are projected the two rates fight each other:
-    give a rank to groups of large matrices alone, or take ``scale=1`` with a lower lr.
+    without a rank take the plain rate too. Where few matrices of a group are projected, no single lr suits both:
+    give a rank only to groups of large matrices, or use ``scale=1`` with a lower lr.
 
     Args:
         params: parameters, named parameters or groups, as in torch. Names serve messages and matching at load.
@@ -80,7 +80,7 @@ class GaLore(CompressedOptimizer):
     Memory: a step holds two stand-ins of one parameter, its basis once more and half a MiB for each thread; a new
     basis takes about three matrices of ``min(rows, cols)^2`` fp64 numbers for the time of its decomposition.
 
-    Flat partitions have no rows and columns and are never projected; see README.
+    Flat partitions have no rows and columns and are never projected; see docs/guide.md.
     """
 
     structural = ("inner", "inner_options", "rank")
@@ -120,10 +120,10 @@ class GaLore(CompressedOptimizer):
 
     def check_options(self, group: Group, where: str) -> None:
         check_adamw(group, where)
-        unfit = UNFIT.get(group["inner"]) if isinstance(group["inner"], str) else None
+        unfit = UNFIT_INNER.get(group["inner"]) if isinstance(group["inner"], str) else None
         if unfit:
             raise ValueError(f"inner={group['inner']!r} of {where} does not fit: {unfit}")
-        check_choice(group, "inner", inner_names(UNFIT), where)
+        check_choice(group, "inner", inner_names(UNFIT_INNER), where)
         if group["rank"] is not None:
             check_positive(group, "rank", where)
         check_positive(group, "update_proj_gap", where)
@@ -131,7 +131,7 @@ class GaLore(CompressedOptimizer):
         _inner(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """The inner optimizer's plan, for the low shape where that takes fewer bytes."""
+        """Return the inner optimizer's plan, for the low shape where that takes fewer bytes."""
         inner = _inner(group)
         whole, projection = inner.plan(shape, dtype, group, name), project(tuple(shape), group["rank"])
         if projection is None:
@@ -140,7 +140,7 @@ class GaLore(CompressedOptimizer):
         return low if low.nbytes(shape, dtype) < whole.nbytes(shape, dtype) else whole
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """The inner optimizer's plan for the flat piece."""
+        """Return the inner optimizer's plan for the flat piece."""
         return _inner(group).plan(shape, dtype, group, name, flat=True)
 
     def caveat(self, param: Tensor, group: Group, name: str) -> str | None:
@@ -159,5 +159,5 @@ class GaLore(CompressedOptimizer):
 
 
 def _inner(group: Group, where: str = "a parameter group") -> Inner:
-    """The inner optimizer of ``group``, checked."""
-    return Inner.of(group, "inner", SHARED, NEUTRAL, where)
+    """Return the inner optimizer of ``group``, checked."""
+    return Inner.of(group, "inner", INNER_OPTIONS, NEUTRAL, where)

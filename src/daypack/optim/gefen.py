@@ -20,7 +20,7 @@ from daypack.optim.options import Group, arguments, check_adamw, check_block_siz
 from daypack.param import ParamPlan
 from daypack.rules.adamw import ADAMW
 
-SECOND_MOMENTS: dict[str, StateFormat] = {"factored": Factored(), "blocks": BlockMean()}
+GEFEN_SECOND_MOMENTS: dict[str, StateFormat] = {"factored": Factored(), "blocks": BlockMean()}
 
 
 class Gefen(CompressedOptimizer):
@@ -92,23 +92,23 @@ class Gefen(CompressedOptimizer):
 
     def check_options(self, group: Group, where: str) -> None:
         check_adamw(group, where)
-        check_choice(group, "second_moment", tuple(SECOND_MOMENTS), where)
+        check_choice(group, "second_moment", tuple(GEFEN_SECOND_MOMENTS), where)
         check_block_size(group, where)
         check_choice(group, "bits", (8,), where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Compressed moments from two dims on, each where it takes fewer bytes than fp32; else AdamW's own."""
+        """Plan compressed moments for two and more dims, where they take fewer bytes than fp32; else AdamW's own."""
         return _plan(tuple(shape), dtype, group["second_moment"], group["block_size"])
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Codes, and one second moment per block of the flat piece: its rows and columns are not known."""
+        """Plan codes and one second moment per block of the flat piece, because its rows and columns are not known."""
         return ParamPlan(ADAMW, (BlockQuantized(group["block_size"]), BlockMean()))
 
 
 @lru_cache(maxsize=4096)
 def _plan(shape: tuple[int, ...], dtype: torch.dtype, second_moment: str, block_size: int) -> ParamPlan:
-    """`Gefen.plan` as a function of its options, remembered, because it is asked for at every step."""
+    """Return `Gefen.plan` as a function of its options, cached, because every step asks for it."""
     view, dense = geometry(shape), Dense()
     m = smallest(view, dtype, dense, BlockQuantized(block_size)) if len(shape) > 1 else dense
-    v = m if m == dense else smallest(view, dtype, dense, SECOND_MOMENTS[second_moment])
+    v = m if m == dense else smallest(view, dtype, dense, GEFEN_SECOND_MOMENTS[second_moment])
     return ParamPlan(ADAMW, (m, v))

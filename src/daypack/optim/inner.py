@@ -19,7 +19,7 @@ from daypack.rules.base import Rule
 
 
 def inner_names(unfit: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the optimizers that can be put inside another one: AdamW and ours, but for those that are ``unfit``."""
+    """Return the names of the optimizers that can be used inside another: AdamW and ours, except those in ``unfit``."""
     from daypack.optim.registry import REGISTRY
 
     ours = (name for name, cls in REGISTRY.items() if issubclass(cls, CompressedOptimizer) and name not in unfit)
@@ -51,7 +51,7 @@ class Inner:
         neutral: tuple[tuple[str, Any], ...] = (),
         where: str = "a parameter group",
     ) -> Inner:
-        """The inner optimizer that ``option`` and ``<option>_options`` of ``group`` name, checked.
+        """Return the inner optimizer that ``option`` and ``<option>_options`` of ``group`` name, checked.
 
         Raises:
             ValueError: it does not take its options.
@@ -71,23 +71,25 @@ class Inner:
         return inner
 
     def defaults(self) -> dict[str, Any]:
-        """Its options where the outer optimizer says nothing."""
+        """Return its options where the outer optimizer says nothing."""
         defaults = optimizer_of(self).defaults
         neutral = {option: value for option, value in self.neutral if option in defaults}
         return {**defaults, **neutral, **dict(self.options)}
 
     def shares(self, option: str) -> bool:
-        """Whether it takes over ``option`` of the outer optimizer: it has it, and as a number where that has one."""
+        """Return whether it takes over ``option`` of the outer optimizer: it must have it too, and as a number if the
+        outer one has a number.
+        """
         defaults = optimizer_of(self).defaults
         return option in self.shared and option in defaults and not (option == "eps" and _is_pair(defaults["eps"]))
 
     def group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of ``group`` as the inner optimizer reads them."""
+        """Return the options of ``group`` as the inner optimizer reads them."""
         taken = {option: group[option] for option in self.shared if self.shares(option)}
         return {**group, **self.defaults(), **taken}
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str, flat: bool = False) -> ParamPlan:
-        """Its plan for a parameter, with a rule that reads its options from the outer optimizer's group.
+        """Return its plan for a parameter, with a rule that reads its options from the outer optimizer's group.
 
         Args:
             flat: the parameter is a flat piece of many.
@@ -103,7 +105,7 @@ class Inner:
 
 @lru_cache(maxsize=256)
 def optimizer_of(inner: Inner) -> Optimizer:
-    """An optimizer over nothing: it checks the options, and knows the defaults and the plans."""
+    """Build an optimizer over no parameters, which checks the options and knows the defaults and the plans."""
     from daypack.optim.registry import create
 
     return create(inner.name, [torch.empty(0, device="cpu")], **dict(inner.options))
@@ -111,7 +113,7 @@ def optimizer_of(inner: Inner) -> Optimizer:
 
 @lru_cache(maxsize=256)
 def _translated(rule: Rule, inner: Inner) -> Rule:
-    """``rule`` reading its options from a group of the outer optimizer's."""
+    """Return ``rule`` so that it reads its options from a group of the outer optimizer."""
     return replace(rule, translate=inner.group)
 
 

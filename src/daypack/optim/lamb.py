@@ -46,10 +46,10 @@ class LAMB(CompressedOptimizer):
     Raises:
         ValueError: an option is out of range or not supported; at a step, a gradient that cannot be used.
 
-    Differs from other versions: no clipping of the gradient's or the parameter's norm (the identity for phi), bias
+    Differs from other versions: neither the gradient's norm nor the parameter's is clipped (phi is the identity), bias
     correction as in AdamW, and all parameters take the ratio unless their group says otherwise.
 
-    Flat partitions: their norms are not the parameters'; see README.
+    Flat partitions: their norms are not the parameters'; see docs/guide.md.
     """
 
     structural = ("bits", "second_moment", "block_size")
@@ -87,5 +87,5 @@ class LAMB(CompressedOptimizer):
         check_block_size(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Compressed moments from two dims on, each where it takes fewer bytes than fp32."""
+        """Plan compressed moments for two and more dims, each where it takes fewer bytes than fp32."""
         return smallest_plan(RULE, tuple(shape), dtype, group["bits"], group["second_moment"], group["block_size"])

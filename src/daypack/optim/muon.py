@@ -35,9 +35,9 @@ from daypack.rules.base import Rule
 from daypack.rules.muon import MUON
 
 #: Options that the optimizer beside Muon takes over.
-SHARED = ("lr", "weight_decay", "maximize")
+BESIDE_OPTIONS = ("lr", "weight_decay", "maximize")
 #: What cannot stand beside it, and why.
-UNFIT = {
+UNFIT_BESIDE = {
     "muon": "it is this optimizer; take beside='gefen' or 'adamw'",
     "galore": "it is put around others itself; take beside='gefen' or 'adamw'",
 }
@@ -151,22 +151,22 @@ class Muon(CompressedOptimizer):
             raise ValueError(f"ns_coefficients of {where} must be three numbers, got {coefficients!r}")
         for value in coefficients:
             check_number({"ns_coefficients": value}, "ns_coefficients", where)
-        if (unfit := UNFIT.get(str(group["beside"]))) is not None:
+        if (unfit := UNFIT_BESIDE.get(str(group["beside"]))) is not None:
             raise ValueError(f"beside={group['beside']!r} of {where} does not fit: {unfit}")
-        check_choice(group, "beside", inner_names(UNFIT), where)
+        check_choice(group, "beside", inner_names(UNFIT_BESIDE), where)
         if isinstance(group["beside_names"], str) or not all(isinstance(each, str) for each in group["beside_names"]):
             raise ValueError(f"beside_names of {where} must be a list of patterns, got {group['beside_names']!r}")
         _beside(group, where)
 
     def plan(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """Momentum alone for hidden matrices; what the optimizer beside plans for all else."""
+        """Plan momentum alone for hidden matrices, and what the optimizer beside plans for everything else."""
         other = group.get("embedding") is True or not group["use_muon"]
         if len(shape) < 2 or other or any(fnmatchcase(plain_name(name), each) for each in group["beside_names"]):
             return _beside(group).plan(shape, dtype, group, name)
         return _plan(tuple(shape), dtype, group["bits"], group["block_size"])
 
     def plan_partition(self, shape: torch.Size, dtype: torch.dtype, group: Group, name: str) -> ParamPlan:
-        """What the optimizer beside plans for a flat piece."""
+        """Return what the optimizer beside plans for a flat piece."""
         return _beside(group).plan(shape, dtype, group, name, flat=True)
 
     def main_rule(self, group: Group) -> Rule:
@@ -174,7 +174,7 @@ class Muon(CompressedOptimizer):
 
 
 def _beside(group: Group, where: str = "a parameter group") -> Inner:
-    return Inner.of(group, "beside", SHARED, where=where)
+    return Inner.of(group, "beside", BESIDE_OPTIONS, where=where)
 
 
 @lru_cache(maxsize=4096)

@@ -22,16 +22,16 @@ Group = dict[str, Any]
 PARAM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Arguments of `torch.optim.AdamW` that are accepted for its signature and refused when True.
 UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
-LARGEST_BLOCK = 1 << 20
+LARGEST_BLOCK_SIZE = 1 << 20
 
 
 def arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """The options among a constructor's ``locals()``, taken first thing: all but the parameters."""
+    """Return the options among a constructor's ``locals()``, taken before anything else: all but the parameters."""
     return {key: value for key, value in values.items() if key not in ("self", "params", "__class__")}
 
 
 def number(value: Any, option: str, where: str) -> float:
-    """``value`` as a float; a 0-dim tensor and a numpy number count as numbers, a string and a bool do not."""
+    """Return ``value`` as a float; a 0-dim tensor or a numpy number is a number, a string or a bool is not."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -81,7 +81,7 @@ def check_not_negative(group: Group, options: Sequence[str], where: str) -> None
 
 
 def check_betas(group: Group, where: str, count: int = 2) -> None:
-    """``betas`` are ``count`` numbers in [0, 1)."""
+    """Check that ``betas`` are ``count`` numbers in [0, 1)."""
     betas, words = _get(group, "betas", where), {2: "two", 3: "three"}
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != count:
         raise ValueError(f"betas of {where} must be {words[count]} numbers in [0, 1), got {betas!r}")
@@ -91,7 +91,7 @@ def check_betas(group: Group, where: str, count: int = 2) -> None:
 
 
 def check_flags(group: Group, flags: Sequence[str], where: str) -> None:
-    """``flags`` are True or False, those of `UNSUPPORTED` False."""
+    """Check that ``flags`` are True or False, and that those of `UNSUPPORTED` are False."""
     for option in flags:
         value = _get(group, option, where)
         if not isinstance(value, bool):
@@ -124,19 +124,19 @@ def check_initialized(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_spill_dir(group: Group, where: str) -> None:
-    """Paged state has a directory that files can be made in, if one is named."""
+    """Check that paged state has a directory where files can be created, if one is named."""
     path = group["spill_dir"]
     if group["placement"] == "paged" and path is not None and not (os.path.isdir(path) and os.access(path, os.W_OK)):
         raise ValueError(f"spill_dir of {where} is no directory that can be written to: {path!r}; create it first")
 
 
 def check_block_size(group: Group, where: str) -> None:
-    """``block_size`` is a positive whole number, and no slip of the keyboard: a block never is longer than a row."""
+    """Check that ``block_size`` is a positive whole number, at most `LARGEST_BLOCK_SIZE`."""
     check_positive(group, "block_size", where)
-    if group["block_size"] > LARGEST_BLOCK:
+    if group["block_size"] > LARGEST_BLOCK_SIZE:
         raise ValueError(
-            f"block_size of {where} must be at most {LARGEST_BLOCK:,}, got {group['block_size']:,}; no block is longer "
-            "than a row"
+            f"block_size of {where} must be at most {LARGEST_BLOCK_SIZE:,}, got {group['block_size']:,}; no block is "
+            "longer than a row"
         )
 
 
@@ -167,7 +167,7 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
 
 
 def param_name(group: Group, group_index: int, index: int) -> str:
-    """The parameter's name if the group has names, else its place; for messages only."""
+    """Return the parameter's name if the group has names, else its position; for messages only."""
     names = group.get("param_names")
     if names is not None and index < len(names):
         return str(names[index])
@@ -175,12 +175,12 @@ def param_name(group: Group, group_index: int, index: int) -> str:
 
 
 def plain_name(name: str) -> str:
-    """A name without what wrappers (DDP, torch.compile, FSDP) put into it."""
+    """Return a name without what wrappers (DDP, torch.compile, FSDP) add to it."""
     return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
 
 
 def unmatched(pattern: str, names: Iterable[str], what: str) -> ValueError:
-    """The error of a pattern that matches no name, with the names that are most like it."""
+    """Return the error for a pattern that matches no name, with the names that are most like it."""
     every = list(names)
     near = get_close_matches(pattern, every, 3, 0.3) or every[:3]
     return ValueError(f"{what} {pattern!r} matches no parameter; names like it are {', '.join(near) or 'none'}")

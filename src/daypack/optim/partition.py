@@ -39,12 +39,12 @@ ROLES = {
     **dict.fromkeys(("c_attn", "qkv_proj", "qkv", "wqkv", "in_proj_weight", "qkv_lin"), "fused"),
     "query_key_value": "interleaved",  # one head's query, key and value after another's: GPT-NeoX, BLOOM, Falcon
 }
-_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads")
+_HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_kv")
 
 
 @dataclass(frozen=True)
-class Attention:
+class KnownHeads:
     """What is known about the heads of a model or of one of its layers; None: unknown.
 
     Attributes:
@@ -104,7 +104,7 @@ def check_partition(partition: object, where: str) -> None:
 
 @lru_cache(maxsize=4096)
 def form_of(rule: str, shape: tuple[int, ...], name: str) -> LineMean | None:
-    """The format that ``rule`` means for a parameter of this shape; None: dense.
+    """Return the format that ``rule`` means for a parameter of this shape; None: dense.
 
     Raises:
         ValueError: the rule's lines do not cover the parameter's.
@@ -137,8 +137,10 @@ def _segments(text: str, lines: int, rule: str, shape: tuple[int, ...], name: st
 
 
 @lru_cache(maxsize=65536)
-def choose(name: str, shape: tuple[int, ...], partition: Partition, known: Attention) -> Choice:
-    """The rule of a parameter: the first entry of ``partition`` whose pattern matches, else what name and shape say."""
+def choose_rule(name: str, shape: tuple[int, ...], partition: Partition, known: KnownHeads) -> Choice:
+    """Return the rule of a parameter: of the first entry of ``partition`` whose pattern matches, else by name and
+    shape.
+    """
     name = plain_name(name)
     for pattern, rule, *why in partition:
         if fnmatchcase(name, pattern):
@@ -146,8 +148,8 @@ def choose(name: str, shape: tuple[int, ...], partition: Partition, known: Atten
     return infer(name, shape, known)
 
 
-def infer(name: str, shape: tuple[int, ...], known: Attention, kind: str = "matrix") -> Choice:
-    """The rule that a name, a shape and what is known about heads suggest; always one that fits the shape.
+def infer(name: str, shape: tuple[int, ...], known: KnownHeads, kind: str = "matrix") -> Choice:
+    """Return the rule that a name, a shape and what is known about heads suggest; it always fits the shape.
 
     Args:
         kind: type of the module. GPT-2's linear layer in transformers, ``Conv1D``, keeps ``[inputs, outputs]``.
@@ -177,7 +179,7 @@ def _role(name: str) -> str:
     return ROLES.get(parts[-1], "") if parts else ""
 
 
-def _head_size(role: str, lines: int, inputs: int, known: Attention) -> int | None:
+def _head_size(role: str, lines: int, inputs: int, known: KnownHeads) -> int | None:
     if known.head_dim or not known.num_heads:
         return known.head_dim
     width = lines if role == "query" else inputs
@@ -185,7 +187,7 @@ def _head_size(role: str, lines: int, inputs: int, known: Attention) -> int | No
 
 
 def _fused(role: str, lines: int, size: int, heads: int, value: str) -> str:
-    """Segments of a weight that holds query, key and value; "" if its lines do not add up to such."""
+    """Return the segments of a weight that holds query, key and value; "" if its lines do not add up to these."""
     shared, rest = divmod(lines - heads * size, 2 * size)  # key heads, as many value heads
     if rest or shared < 1 or heads < 1 or heads % shared:
         return ""
@@ -197,8 +199,8 @@ def _fused(role: str, lines: int, size: int, heads: int, value: str) -> str:
 # ------------------------------------------------------------------ models
 
 
-def of_model(model: nn.Module, known: Attention) -> Partition:
-    """Entries for every parameter of ``model``, from module types, configurations and names.
+def of_model(model: nn.Module, known: KnownHeads) -> Partition:
+    """Return entries for every parameter of ``model``, from module types, configurations and names.
 
     A pattern stands for the same parameter of all layers: numbers in names become ``*``. A parameter for which that
     would give another rule than its own has an entry under its own name, before the patterns.
@@ -218,8 +220,8 @@ def of_model(model: nn.Module, known: Attention) -> Partition:
     return exact + entries
 
 
-def _choices(model: nn.Module, known: Attention) -> Iterator[tuple[str, Choice]]:
-    """Each parameter once, under its first name."""
+def _choices(model: nn.Module, known: KnownHeads) -> Iterator[tuple[str, Choice]]:
+    """Yield the choice for each parameter once, under its first name."""
     modules, seen = dict(model.named_modules()), set()
     for prefix, module in modules.items():
         for key, p in module.named_parameters(recurse=False):
@@ -232,12 +234,12 @@ def _choices(model: nn.Module, known: Attention) -> Iterator[tuple[str, Choice]]
             yield name, infer(name, tuple(p.shape), _attention(path, known), type(module).__name__)
 
 
-def _attention(path: Sequence[nn.Module], known: Attention) -> Attention:
-    """What is known about a parameter's heads: what was given, else what the innermost module on its path says."""
+def _attention(path: Sequence[nn.Module], known: KnownHeads) -> KnownHeads:
+    """Return what is known about a parameter's heads: what was given, else what its innermost module says."""
     sources = [source for module in path for source in (module, getattr(module, "config", None))]
 
     def find(names: Sequence[str]) -> int | None:
         found: Iterator[Any] = (getattr(source, name, None) for source in sources for name in names)
         return next((value for value in found if type(value) is int and value > 0), None)
 
-    return Attention(known.num_heads or find(_HEADS), known.head_dim or find(_HEAD_SIZES), known.value)
+    return KnownHeads(known.num_heads or find(_HEAD_COUNTS), known.head_dim or find(_HEAD_SIZES), known.value)

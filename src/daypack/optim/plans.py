@@ -22,8 +22,9 @@ SECOND_MOMENTS: dict[str, StateFormat] = {"dense": Dense(), "factored": Factored
 def smallest_plan(
     rule: Rule, shape: tuple[int, ...], dtype: torch.dtype, bits: int, second_moment: str, block_size: int
 ) -> ParamPlan:
-    """Averages of gradients in ``bits`` bits and means of squares as ``second_moment`` says, from two dims on and each
-    where it takes fewer bytes than fp32; else in fp32. Remembered, because it is asked for at every step."""
+    """Plan averages of gradients in ``bits`` bits and means of squares as ``second_moment`` says, for two and more dims
+    and each where it takes fewer bytes than fp32; else in fp32. Cached, because every step asks for it.
+    """
     view, dense = geometry(shape), Dense()
     first = BlockQuantized(block_size) if bits == 8 else dense
     forms = (SECOND_MOMENTS[second_moment] if moment.squares else first for moment in rule.moments)

@@ -39,7 +39,7 @@ REGISTRY: dict[str, type[Optimizer]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names that `create` knows."""
+    """Return the names that `create` knows."""
     return tuple(REGISTRY)
 
 
@@ -58,7 +58,7 @@ def create(name: str, params: Iterable[Any], **options: Any) -> Optimizer:
 
 
 def materialize_state(optimizer: Optimizer) -> None:
-    """`CompressedOptimizer.materialize_state`, refused with the remedy for optimizers of torch's own.
+    """Call `CompressedOptimizer.materialize_state`; refuse torch's own optimizers and say what to do instead.
 
     Raises:
         ValueError: ``optimizer`` is not one of daypack's.

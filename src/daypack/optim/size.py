@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from daypack.optim.base import CompressedOptimizer
 from daypack.sharding import to_local
 
-#: What AdamW's two fp32 moments take of one element: what other state is compared with.
+#: Bytes per element of AdamW's two fp32 moments, which other state is compared with.
 ADAMW_BYTES = 8
 
 

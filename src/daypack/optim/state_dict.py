@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 #: The count of a parameter's steps; on the CPU, because Python reads it.
 STEP = ComponentSpec("step", (), torch.float32, follows=False)
-#: Options that say how moments decay: state saved with one that the live optimizer lacks means something else.
+#: Options that say how moments decay: state saved with one that the live optimizer lacks has another meaning.
 _DECAYS = ("betas", "beta2_decay", "momentum")
-#: Options that say where state lives: the live optimizer's hold, whatever a checkpoint says.
+#: Options that say where state is kept: the live optimizer's values are used, whatever a checkpoint says.
 _LIVE = {"placement", "spill_dir"}
 
 
@@ -40,7 +40,7 @@ class Keep:
         self.tensor, self.spec = tensor, spec
 
     def copy(self, param: Tensor) -> Tensor:
-        """A copy where the state of ``param`` lives, sharded as ``param`` is."""
+        """Return a copy where the state of ``param`` is kept, sharded as ``param`` is."""
         part = sharding.place(param, self.tensor.detach(), self.spec)
         fresh = part.to(self.spec.device(param.device), copy=True, memory_format=torch.contiguous_format)
         self.tensor = fresh  # the saved one is needed no more
@@ -53,7 +53,7 @@ def require_dict(loaded: object) -> None:
 
 
 def prepare(optimizer: CompressedOptimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-    """The checked form of ``loaded`` that torch may publish. ``optimizer`` is only read.
+    """Return ``loaded``, checked and wrapped, for torch to put into the optimizer. ``optimizer`` is only read.
 
     Raises:
         ValueError: groups or names do not match, or an entry does not fit its parameter, here or on another rank.
@@ -119,7 +119,7 @@ def _match(group: Group, live: Group, index: int) -> None:
 
 
 def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int) -> None:
-    """Back-fill options that an older version did not save, check all of them, and say when a stored form changes."""
+    """Fill in options that an older version did not save, check all of them, and warn when a stored form changes."""
     if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
         raise ValueError(
             f"parameter group {index} of the state_dict couples weight decay into the gradient (Adam), "
@@ -152,37 +152,39 @@ def _fill(optimizer: CompressedOptimizer, group: Group, live: Group, index: int)
 
 
 def _peculiar(optimizer: CompressedOptimizer, group: Group) -> str:
-    """What of the rule's moments no other rule's can be taken for; empty if they are plain means."""
+    """Say which moment of the optimizer's rule is not a plain mean, so that other rules' state cannot be taken for it;
+    empty if none is.
+    """
     odd = (moment for moment in optimizer.main_rule(group).moments if moment.meaning.of not in PLAIN_MEANS)
     return next((f"{moment.name} must be a mean of {moment.meaning.of}" for moment in odd), "")
 
 
 def _frozen(value: Any) -> Any:
-    """``value`` with tuples for lists, which a gathered state dict has in their place."""
+    """Return ``value`` with tuples for lists, because a gathered state dict has lists in place of tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def specs_of(param: Tensor, plan: ParamPlan) -> dict[str, ComponentSpec]:
-    """State keys of a parameter (of the whole of it) as ``state_dict()`` shows them; all but ``step``."""
+    """Return the state keys of a whole parameter as ``state_dict()`` shows them, except ``step``."""
     return plan.specs(param.shape, param.dtype, saved=True)
 
 
 def part_of(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of the state of a parameter; empty if it has none."""
+    """Return this rank's part of the state of a parameter; empty if it has none."""
     return (
         sharding.LocalState(param, state, specs_of(param, plan)) if state and sharding.is_distributed(param) else state
     )
 
 
 def shown(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
-    """What ``state_dict()`` shows in another shape than the live state has."""
+    """Return what ``state_dict()`` shows in another shape than the live state."""
     part, specs, view = part_of(param, plan, state), specs_of(param, plan), sharding.local_view(param, plan)
     changed = {key: value for moment, form in plan.stored for key, value in form.save(part, moment, view).items()}
     return {key: sharding.wrap(param, value, specs[key]) for key, value in changed.items()}
 
 
 def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, Any]:
-    """Put copies in place of what `prepare` wrapped, in their live shape; this rank's part of the state."""
+    """Replace what `prepare` wrapped by copies in their live shape, and return this rank's part of the state."""
     for key, value in state.items():
         if isinstance(value, Keep):
             state[key] = value.copy(param)
@@ -193,7 +195,7 @@ def unpack_(param: Tensor, plan: ParamPlan, state: dict[str, Any]) -> dict[str, 
 
 
 def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Tensor, entry: State) -> dict[str, Any]:
-    """``entry`` with its tensors wrapped, after every key, shape, dtype and value was found right for ``param``."""
+    """Return ``entry`` with its tensors wrapped, after checking every key, shape, dtype and value against ``param``."""
     plan = optimizer.plan_of(param, group, name)
     rule, cls = optimizer.main_rule(group).name, type(optimizer).__name__
     if group["rule"] not in (None, rule):
@@ -219,7 +221,7 @@ def _checked(optimizer: CompressedOptimizer, group: Group, name: str, param: Ten
 
 
 def check_layout(optimizer: CompressedOptimizer, name: str, param: Tensor, plan: ParamPlan, state: State) -> None:
-    """Refuse to step state that was laid out for another dtype or other options: they cannot change once it exists."""
+    """Refuse to step state that was laid out for another dtype or other options, which cannot change once it exists."""
     specs = validate.live_specs(plan, sharding.local_view(param, plan), param.dtype)
     if wrong := validate.misfits(specs, state):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""State held against the plan of its parameter: the one place that says what is wrong with it."""
+"""Checks of state against the plan of its parameter: every message about faulty state is made here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def misfits(specs: Mapping[str, ComponentSpec], state: Mapping[str, Any], strict: bool = True) -> list[str]:
-    """What ``state`` lacks or has in another form than ``specs`` say; tensors of a wrong form first.
+    """List what ``state`` lacks or has in another form than ``specs`` say, tensors of a wrong form first.
 
     Args:
         strict: tensors must be there, in the very dtype; else they may be missing, or in another floating-point dtype.
@@ -34,14 +34,14 @@ def misfits(specs: Mapping[str, ComponentSpec], state: Mapping[str, Any], strict
 
 
 def unknown(specs: Mapping[str, ComponentSpec], state: Mapping[str, Any]) -> list[str]:
-    """What ``state`` holds beside ``specs`` and the step."""
+    """List what ``state`` holds besides ``specs`` and the step."""
     return [f"{key} is not known" for key in state if key not in specs and key != "step"]
 
 
 def damage(
     kept: Iterable[tuple[Moment | None, str, StateFormat]], state: Mapping[str, Any], view: Geometry
 ) -> list[str]:
-    """What is wrong with the values of state that fits.
+    """List what is wrong with the values of state whose keys, shapes and dtypes fit.
 
     Args:
         kept: moment, key and format of each part; no moment for what is none (the basis of a projection).
@@ -51,13 +51,13 @@ def damage(
 
 
 def parts_of(plan: ParamPlan) -> list[tuple[Moment | None, str, StateFormat]]:
-    """What `damage` takes, of a plan of daypack's."""
+    """Return the parts of a daypack plan as `damage` takes them."""
     moments = {moment.name: moment for moment, _ in plan.kept}
     return [(moments.get(key), key, form) for key, form in plan.stored]
 
 
 def live_specs(plan: ParamPlan, view: Geometry, dtype: torch.dtype) -> dict[str, ComponentSpec]:
-    """The tensors of live state of what ``view`` says is here."""
+    """Return the tensors of live state for the part of a parameter that ``view`` describes."""
     found = {}
     for name, form in plan.stored:
         for live, saved in zip(form.components(view, dtype), form.saved(view, dtype), strict=True):
@@ -68,21 +68,21 @@ def live_specs(plan: ParamPlan, view: Geometry, dtype: torch.dtype) -> dict[str,
 
 
 def is_count(value: Any) -> bool:
-    """Whether ``value`` is a whole number from 0, or a tensor of one."""
+    """Return whether ``value`` is a whole number from 0, or a tensor of one."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and is_count(value.item())
     return isinstance(value, (int, float)) and value >= 0 and float(value).is_integer()
 
 
 def shown(value: Any) -> str:
-    """A value of the state in a few words."""
+    """Describe a value of the state in a few words."""
     if isinstance(value, Tensor):
         return shown(value.item()) if not value.dim() else brief(value.dtype, value.shape)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def brief(dtype: torch.dtype, shape: Iterable[int]) -> str:
-    """A dtype and a shape in a few words."""
+    """Describe a dtype and a shape in a few words."""
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}".replace(f"{ANY}", "any")
 
 

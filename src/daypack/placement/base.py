@@ -13,46 +13,46 @@ from daypack.formats.base import State
 class Placement:
     """Where the state tensors of parameters on one device are kept. Step counters and other scalars stay as they are.
 
-    Kernels read and write plain tensors. `fetch` begins to bring a parameter's state within their reach, `ready` hands
-    it over, `release` takes it back: kernels need not know of placements.
+    Kernels read and write plain tensors and know nothing of placements. `fetch` begins to bring a parameter's state
+    within their reach, `ready` returns it once it is there, `release` begins to bring it back.
     """
 
     #: Whether state must be fetched and released, so that a step goes through it piece by piece.
     away: ClassVar[bool] = True
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A new tensor of zeros in its place."""
+        """Return a new tensor of zeros in its place."""
         raise NotImplementedError
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is in its place."""
+        """Return whether ``tensor`` is in its place."""
         raise NotImplementedError
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """``tensor`` if it is in its place, else a copy that is."""
+        """Return ``tensor`` if it is in its place, else a copy that is."""
         if tensor.dim() == 0 or self.holds(tensor):
             return tensor
         return self.zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
 
     def adopt_(self, state: State) -> None:
-        """`adopt` for every tensor of one parameter's state."""
+        """Call `adopt` for every tensor of one parameter's state."""
         for key, value in state.items():
             if isinstance(value, Tensor):
                 state[key] = self.adopt(value)
 
     def fetch(self, state: State) -> State:
-        """Begin to bring the state in; what `ready` and `release` are then given."""
+        """Begin to bring the state in, and return what `ready` and `release` are to be given."""
         return state
 
     def ready(self, working: State) -> State:
-        """The state to step with, once it is there."""
+        """Return the state to step with, once it is there."""
         return working
 
     def release(self, state: State, working: State) -> None:
         """Begin to bring ``working``, which was stepped, back to ``state``."""
 
     def wait(self) -> None:
-        """Return once nothing is on its way any more."""
+        """Return once no copy is under way any more."""
 
 
 class Resident(Placement):
@@ -71,5 +71,5 @@ class Resident(Placement):
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether ``tensor`` lies in a file that is mapped into memory."""
+    """Return whether ``tensor`` lies in a file that is mapped into memory."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None

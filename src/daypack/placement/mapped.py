@@ -21,10 +21,10 @@ _WILLNEED, _DONTNEED = 3, 4
 
 
 class Mapped(Placement):
-    """Each tensor in a file of its own, which has no name any more: nothing is left behind, whatever ends the process.
+    """Each tensor in a file of its own. The file is deleted while open, so nothing stays behind when the process ends.
 
-    The file's room on the disk is reserved at once. Between its turns a parameter's pages belong to the system, which
-    writes them out when it wants the memory; `release` takes them off the process, `fetch` reads ahead.
+    Disk space is reserved when the file is made. While a parameter is not being stepped, the system may write its pages
+    out when it needs the memory: `release` gives them up, `fetch` reads ahead.
 
     Attributes:
         directory: of the files; None for the system's temporary one. A directory in memory (tmpfs) saves nothing.
@@ -67,8 +67,9 @@ class Mapped(Placement):
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Make the file ``nbytes`` long, with the room on the disk where the system can: a full disk is an error now,
-    and not a signal in the middle of a step."""
+    """Make the file ``nbytes`` long and reserve the disk space where the system can, so that a full disk is an error
+    now and not a signal in the middle of a step.
+    """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, nbytes)
     else:  # macOS
@@ -76,7 +77,7 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _advise(state: State, advice: int) -> None:
-    """Tell the system about the pages of every mapped tensor. Only advice: what it makes of it changes no value."""
+    """Tell the system how the pages of every mapped tensor will be used. This is advice and changes no value."""
     for value in state.values():
         if isinstance(value, Tensor) and is_mapped(value):
             storage = value.untyped_storage()

@@ -23,18 +23,18 @@ PIECE_BYTES = 64 << 20
 
 
 class Placements:
-    """The placements in use by one optimizer. They are kept, because one that copies has copies on their way."""
+    """The placements in use by one optimizer. They are kept from step to step, because one may still be copying."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Placement] = {}
 
     @staticmethod
     def away(groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Whether any state has to be brought in for its step."""
+        """Return whether any state has to be brought in for its step."""
         return any(group.get("placement", "resident") != "resident" for group in groups)
 
     def of(self, group: Mapping[str, Any], device: torch.device) -> Placement:
-        """The placement of the state of parameters on ``device`` under the options of ``group``.
+        """Return the placement of the state of parameters on ``device`` under the options of ``group``.
 
         Raises:
             ValueError: the group's state is to be paged, which is not possible there.
@@ -45,17 +45,17 @@ class Placements:
         return self._known[key]
 
     def create(self, spec: ComponentSpec, group: Mapping[str, Any], device: torch.device) -> Tensor:
-        """A new state tensor of zeros in its place; scalars are never away."""
+        """Return a new state tensor of zeros in its place; scalars are never away."""
         home = self.of(group, device) if spec.shape else Resident(spec.device(device))
         return home.zeros(spec.shape, spec.dtype)
 
     def wait(self) -> None:
-        """Let state that is on its way arrive, before anyone reads it."""
+        """Wait until all state that is being copied has arrived, so that it can be read."""
         for placement in self._known.values():
             placement.wait()
 
     def apply(self, work: Work, admitted: NDArray[np.bool_]) -> None:
-        """`Work.apply`, one piece of state after the other: while one is stepped, the next is on its way."""
+        """Run `Work.apply` piece by piece: while one piece of state is stepped, the next is brought in."""
         pieces = _pieces(work.items, admitted)
         coming = self._fetch(work.items, pieces[0]) if pieces else []
         for piece, following in zip(pieces, [*pieces, []][1:], strict=True):
@@ -73,7 +73,7 @@ class Placements:
                 placement.release(home, working)
 
     def _fetch(self, items: list[ParamStep], piece: list[int]) -> list[tuple[ParamStep, Placement, State, State]]:
-        """ParamSteps of a piece with their placement, their state at home, and that which is on its way."""
+        """Begin to fetch a piece. Returns each item with its placement, its state at home, and the fetched state."""
         chosen = [(items[i], self.of(items[i].group, items[i].param.device)) for i in piece]
         return [(item, placement, item.state, placement.fetch(item.state)) for item, placement in chosen]
 
@@ -89,7 +89,7 @@ def _make(kind: str, spill_dir: str | None, device: torch.device) -> Placement:
 
 
 def _pieces(items: list[ParamStep], admitted: NDArray[np.bool_]) -> list[list[int]]:
-    """The indices of the admitted items, in runs whose state takes at most `PIECE_BYTES` together."""
+    """Return the indices of the admitted items, in runs whose state takes at most `PIECE_BYTES` together."""
     pieces: list[list[int]] = []
     room = 0
     for i in np.flatnonzero(admitted).tolist():

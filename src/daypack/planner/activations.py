@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from daypack.planner.live import LiveTensors
+from daypack.planner.live_tensors import LiveTensors
 from daypack.planner.model import Inputs, ModelSpec, copied
 from daypack.planner.pretrained import quiet
 from daypack.planner.substitutes import substitutes
@@ -56,13 +56,13 @@ class ActivationPlanner:
     _at: dict[int, Activations] = field(default_factory=dict, init=False)
 
     def exactly(self, batch: int) -> Activations:
-        """At a micro-batch of ``batch``, measured at that very size where it can be."""
+        """Return the activations at a micro-batch of ``batch``, measured at that very size if the module can be run."""
         if batch not in self._at:
             self._at[batch] = self._measure(batch)
         return self._at[batch]
 
     def peak(self, batch: int) -> float:
-        """Peak bytes at ``batch``: between the measured sizes, on the line through two of them.
+        """Return the peak bytes at ``batch``: between two measured sizes, on the line through them.
 
         The peak is the largest of several functions that rise in straight lines, so such a line never lies below it.
         """
@@ -77,7 +77,7 @@ class ActivationPlanner:
             self._require_checkpointing(self.model.module)
             try:
                 module, inputs = self._prepared
-                return measure(module, inputs, batch, self.sequence, flash=self.flash)
+                return measure_activations(module, inputs, batch, self.sequence, flash=self.flash)
             except Exception as error:  # whatever a module does with tensors that have no values
                 self.problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         shape = self.model.transformer
@@ -107,7 +107,7 @@ class ActivationPlanner:
 
 
 def _checkpointing(module: nn.Module) -> Any:
-    """The module's own switch for checkpoints; None if it has none."""
+    """Return the module's own method that turns checkpointing on; None if it has none."""
     return getattr(
         module,
         "activation_checkpointing_enable",  # its name from transformers 6 on
@@ -115,7 +115,9 @@ def _checkpointing(module: nn.Module) -> Any:
     )
 
 
-def measure(module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, flash: bool = True) -> Activations:
+def measure_activations(
+    module: nn.Module, inputs: Inputs, batch: int, sequence: int, *, flash: bool = True
+) -> Activations:
     """Run forward and backward on the meta device, and count what is alive.
 
     Every tensor that an operation creates counts for as long as its storage lives: what autograd saves, what
@@ -155,12 +157,12 @@ def _loss(output: Any) -> Tensor:
 
 
 def _plain(output: Any) -> Any:
-    """The tensors of a model output that is a mapping, else the output itself."""
+    """Return the tensors of a model output that is a mapping, else the output itself."""
     return list(output.values()) if isinstance(output, Mapping) else output
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Trainable and frozen floating-point parameters to ``dtype``, except adapters, which stay as they are."""
+    """Convert floating-point parameters, trainable and frozen, to ``dtype``, except adapters."""
     for name, p in module.named_parameters():
         if p.is_floating_point() and "lora_" not in name:
             p.data = p.data.to(dtype)

@@ -11,7 +11,7 @@ BASELINE = "adamw"
 
 
 def recommend(plan: MemoryPlan) -> MemoryPlan:
-    """``plan`` with a recommendation.
+    """Return ``plan`` with a recommendation.
 
     AdamW where it fits, if need be with ``fused=True``: nothing is gained by compressing what is not scarce. Else, of
     those that keep both of AdamW's moments, the one that leaves most room; else the one with the least state that is
@@ -56,7 +56,7 @@ def recommend(plan: MemoryPlan) -> MemoryPlan:
 
 
 def _fused(row: OptimizerPlan) -> int:
-    """Total of one of torch's optimizers with ``fused=True``, whose step has no temporaries."""
+    """Return the total of one of torch's optimizers with ``fused=True``, whose step has no temporaries."""
     return row.resident + row.activations
 
 

@@ -44,7 +44,8 @@ GPUS: dict[str, float] = {
 
 
 def gpu_memory(name: str) -> int:
-    """Memory of the GPU called ``name``, in bytes; ``"RTX 4090"``, ``"4090"`` and ``"rtx4090"`` are one.
+    """Return the memory of the GPU called ``name``, in bytes; ``"RTX 4090"``, ``"4090"`` and ``"rtx4090"`` are the
+    same.
 
     Raises:
         ValueError: it is not in the table.

@@ -16,7 +16,7 @@ def save_bars(plan: MemoryPlan, path: Path) -> None:
 
 
 def draw_bars(plan: MemoryPlan, theme: Theme) -> Figure:
-    """A bar for each optimizer, its parts side by side, and a line where the GPU ends."""
+    """Draw a bar for each optimizer, its parts side by side, and a line where the GPU's memory ends."""
     rows = plan.planned
     figure = Figure(figsize=(10, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
@@ -44,7 +44,9 @@ def draw_bars(plan: MemoryPlan, theme: Theme) -> Figure:
 
 
 def _parts(row: OptimizerPlan) -> dict[str, int]:
-    """What a bar consists of; of activations and the step's temporaries, the larger one, since they never meet."""
+    """Return the parts of a bar. Activations and the step's temporaries are never there together: only the larger
+    counts.
+    """
     activations = row.activations if row.activations >= row.temporaries else 0
     return {
         "weights": row.weights,

@@ -32,7 +32,7 @@ class Adapted(nn.Module):
 
 
 def with_lora(model: ModelSpec, rank: int, targets: Sequence[str] = (ALL_LINEAR,)) -> ModelSpec:
-    """``model`` with everything frozen and adapters of ``rank`` on the matrices that ``targets`` name.
+    """Return ``model`` with everything frozen and adapters of ``rank`` on the matrices that ``targets`` name.
 
     Args:
         targets: module names, or their last parts, with ``*`` (``q_proj``, ``*.mlp.*``); ``all-linear`` is every linear
@@ -74,7 +74,7 @@ def _module(model: ModelSpec, rank: int, targets: Sequence[str]) -> ModelSpec:
 
 
 def _shapes(model: ModelSpec, rank: int, targets: Sequence[str]) -> ModelSpec:
-    """Where only shapes are known: every matrix whose name does not say that it is something else."""
+    """Add adapters where only shapes are known: to every matrix whose name does not say that it is something else."""
     params = [replace(p, trainable=False) for p in model.params]
     for p in model.params:
         name = p.name.removesuffix(".weight")

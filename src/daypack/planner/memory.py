@@ -25,7 +25,7 @@ from daypack.planner.state import parse_optimizer, plan_state
 from daypack.planner.units import dtype_name
 
 SEQUENCE = 2048
-#: Sizes beyond which there is a slip of the keyboard.
+#: Larger sizes than these are taken for typing errors.
 LARGEST = {"sequence": 10**8, "batch": 10**6, "gpus": 10**6}
 
 
@@ -78,7 +78,7 @@ def plan_memory(
     inputs: Inputs | None = None,
     foreach: bool = True,
 ) -> MemoryPlan:
-    """What training takes on one GPU, for each optimizer. Nothing is allocated. Sizes are bytes; GB = 1e9 bytes.
+    """Return what training takes on one GPU, for each optimizer. Nothing is allocated. Sizes are bytes; GB = 1e9 bytes.
 
     Weights, gradients and state are exact; activations are measured on the meta device where the model runs there, else
     estimated; temporaries of a step are an upper bound for daypack's optimizers and measured for torch's.
@@ -189,7 +189,7 @@ def _describe(model: ModelSpec | nn.Module | Iterable[Any], inputs: Inputs | Non
 
 
 def _with_weights(spec: ModelSpec, dtype: torch.dtype | None) -> ModelSpec:
-    """``spec`` with its floating-point parameters, adapters excepted, in ``dtype``."""
+    """Return ``spec`` with its floating-point parameters, except adapters, in ``dtype``."""
     if dtype is None:
         return spec
     params = (
@@ -199,7 +199,7 @@ def _with_weights(spec: ModelSpec, dtype: torch.dtype | None) -> ModelSpec:
 
 
 def _main_dtype(spec: ModelSpec) -> torch.dtype:
-    """The floating-point dtype of most elements; fp32 where all weights are quantised."""
+    """Return the floating-point dtype of most elements; fp32 where all weights are quantised."""
     elements: Counter[torch.dtype] = Counter()
     for p in spec.params:
         if p.dtype.is_floating_point:
@@ -222,7 +222,7 @@ def _gradients(spec: ModelSpec, layout: Parallel, dtype: torch.dtype | None) -> 
 
 
 def _copies(spec: ModelSpec, layout: Parallel, compute: torch.dtype, masters: bool) -> int:
-    """fp32 master weights, and the casts of matrices that autocast keeps until the backward pass is over."""
+    """Return the bytes of fp32 master weights, and of the casts that autocast keeps until the backward pass is over."""
     total = 0
     if masters:
         sharded = layout.shards_gradients
@@ -234,7 +234,7 @@ def _copies(spec: ModelSpec, layout: Parallel, compute: torch.dtype, masters: bo
 
 
 def _row(text: str, setup: _Setup, *, strict: bool) -> OptimizerPlan:
-    """The plan of one optimizer. If it refuses the model, that is an error where it was asked for, else a note."""
+    """Return the plan of one optimizer. If it refuses the model: raise if it was asked for, else note the problem."""
     try:
         name, options = parse_optimizer(text)
         state = plan_state(name, setup.state_params, options, setup.parallel, **setup.how)
@@ -267,7 +267,7 @@ def _row(text: str, setup: _Setup, *, strict: bool) -> OptimizerPlan:
 
 
 def _largest_batch(row: OptimizerPlan, setup: _Setup, limit: int) -> int | None:
-    """The largest micro-batch that fits; 0 if none does, None if activations are not known."""
+    """Return the largest micro-batch that fits; 0 if none does, None if activations are not known."""
     if setup.activations.exactly(1).how == "unknown":
         return None
     left = limit - row.resident

@@ -85,7 +85,7 @@ class ModelSpec:
         return sum(p.elements for p in self.trainable)
 
     def blocks(self) -> tuple[tuple[ParamSpec, ...], ...]:
-        """Parameters outside all layers, then those of each layer: what ``fully_shard`` gathers together.
+        """Return the parameters outside all layers, then those of each layer: what ``fully_shard`` gathers together.
 
         A layer is what stands below the first number in a name (``model.layers.7.``), as in a ModuleList.
         """
@@ -131,7 +131,7 @@ def from_module(
 
 
 def meta_twin(module: nn.Module) -> nn.Module:
-    """``module`` itself if it is on the meta device, else a copy there, for which nothing is allocated."""
+    """Return ``module`` itself if it is on the meta device, else a copy there, for which nothing is allocated."""
     tensors = [*module.parameters(), *module.buffers()]
     if all(t.is_meta for t in tensors):
         return module
@@ -143,7 +143,7 @@ def meta_twin(module: nn.Module) -> nn.Module:
 
 
 def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy of ``module``, with ``memo`` of what stands for what.
+    """Return a deep copy of ``module``; ``memo`` maps objects to what takes their place.
 
     Raises:
         ValueError: it holds something that cannot be copied, such as a lock.
@@ -165,7 +165,7 @@ def from_shapes(
     transformer: TransformerShape | None = None,
     notes: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """A model of which only shapes are known.
+    """Describe a model of which only shapes are known.
 
     Args:
         shapes: shapes, tensors, or pairs of a name and either; tensors bring their own dtype and ``requires_grad``, and

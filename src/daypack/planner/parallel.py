@@ -74,18 +74,20 @@ class Parallel:
         return self.kind in ("zero2", "zero3", "fsdp2")
 
     def rows(self, rows: int) -> int:
-        """Rows of ``rows`` on this rank: ``ceil(rows / world)`` on each until none are left, as `torch.chunk` cuts."""
+        """Return how many of ``rows`` rows are on this rank: ``ceil(rows / world)`` each until none are left, as in
+        `torch.chunk`.
+        """
         each = ceil(rows / self.world)
         return max(0, min(each, rows - (self.rank or 0) * each))
 
     def share(self, p: ParamSpec) -> int:
-        """Elements of a sharded parameter on this rank."""
+        """Return the elements of a sharded parameter on this rank."""
         if self.kind == "fsdp2":
             return self.rows(p.shape[0]) * prod(p.shape[1:]) if p.shape else 1
         return self.rows(p.elements)
 
     def partitions(self, params: Sequence[ParamSpec]) -> list[ParamSpec]:
-        """One flat fp32 vector for each combination of group options: this rank's part of it."""
+        """Return one flat fp32 vector for each combination of group options: this rank's part of it."""
         from daypack.planner.model import ParamSpec
 
         totals: dict[tuple[tuple[str, object], ...], int] = {}
@@ -97,12 +99,14 @@ class Parallel:
         ]
 
     def owned(self, params: Sequence[ParamSpec]) -> frozenset[str]:
-        """Names of the parameters whose state this rank keeps, dealt out as torch's ZeroRedundancyOptimizer does: the
-        largest first, each to the rank that has the fewest elements. Without a rank, those of the fullest one."""
+        """Return the names of the parameters whose state this rank keeps, dealt out as by torch's
+        ZeroRedundancyOptimizer: the largest first, each to the rank that has the fewest elements. Without a rank, those
+        of the fullest one.
+        """
         return _dealt(tuple((p.name, p.elements) for p in params), self.world, self.rank)
 
     def gathered(self, model: ModelSpec, itemsize: int) -> int:
-        """Bytes of whole parameters and gradients that a rank holds for a while, or of the buckets it sends.
+        """Return the bytes of whole parameters and gradients that a rank holds for a while, or of the buckets it sends.
 
         fsdp2, zero3: what is outside the layers and two layers (one ahead), whole, and one layer's gradients. ddp: the
         buckets, which are a second copy of all gradients (``gradient_as_bucket_view=True`` saves it).

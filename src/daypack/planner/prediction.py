@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daypack.formats.base import ComponentSpec
-from daypack.geometry import CHUNK_ELEMENTS
+from daypack.geometry import CHUNK_ELEMENTS, accumulator
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.groups import param_groups
 from daypack.optim.options import param_name
 from daypack.optim.registry import REGISTRY, create
 from daypack.optim.state_dict import STEP
-from daypack.planner.live import LiveTensors
+from daypack.param import ParamPlan
+from daypack.planner.live_tensors import LiveTensors
 from daypack.planner.model import ParamSpec
+from daypack.rules.base import PLAIN_MEANS
 
 #: State of one parameter: state key -> stored tensor.
 StoredTensors: TypeAlias = "dict[str, ComponentSpec]"
@@ -32,7 +35,39 @@ StoredTensors: TypeAlias = "dict[str, ComponentSpec]"
 STEP_BUFFERS = 32
 #: One that projects gradients works on whole parameters: two fp32 copies, and while a basis is found three fp64
 #: matrices of ``min(rows, cols)^2``; together at most this many fp32 copies of the parameter.
-PROJECTION_BUFFERS = 8
+PROJECTION_COPIES = 8
+#: One whose rule needs whole matrices holds a direction in fp32 and its own products: at most as many as this.
+WHOLE_COPIES = 5
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one parameter keeps.
+
+    Attributes:
+        tensors: its state.
+        dense: bytes of the moments of its rule in fp32 (fp64), at least of AdamW's two.
+        adamw: whether it keeps AdamW's moments of every element, a mean of g and one of g^2, in whatever form.
+    """
+
+    tensors: StoredTensors
+    dense: int
+    adamw: bool
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What an optimizer keeps and needs.
+
+    Attributes:
+        params: in the order they were asked about.
+        temporaries: bytes that a step holds at its peak beyond parameters, gradients and state.
+        notes: the optimizer's own warnings.
+    """
+
+    params: list[Predicted]
+    temporaries: int
+    notes: tuple[str, ...] = ()
 
 
 def predict(
@@ -43,7 +78,7 @@ def predict(
     module: nn.Module | None = None,
     foreach: bool = True,
     flat: bool = False,
-) -> tuple[list[StoredTensors], int, tuple[str, ...]]:
+) -> Prediction:
     """Find the state of each whole parameter, the temporary bytes of a step, and the optimizer's own warnings.
 
     Args:
@@ -52,28 +87,40 @@ def predict(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if not is_ours(name):
-            return (*_stepped(name, params, options, foreach), ())
-        tensors = [_placeholder(p, flat) for p in params]
-        groups = _groups(params, tensors)
+            return _stepped(name, params, options, foreach)
+        tensors_of = [_placeholder(p, flat) for p in params]
+        groups = _groups(params, tensors_of)
         if module is not None and any(p.requires_grad for p in module.parameters()):
             known = param_groups(module)  # it may know the module; its parameters are exchanged for those planned for
             known[:] = groups
             groups = known
         optimizer = cast(CompressedOptimizer, _create(name, groups, options))
-    found: dict[Tensor, StoredTensors] = {}
+    found: dict[Tensor, Predicted] = {}
     caveats: dict[str, list[str]] = defaultdict(list)
-    projected = 0
+    whole = 0
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             called = param_name(group, g, i)
             plan = optimizer.plan_of(p, group, called)
-            found[p] = {STEP.suffix: STEP, **plan.specs(p.shape, p.dtype)}
-            projected = max(projected, p.numel() if plan.projection else 0)
+            tensors = {STEP.suffix: STEP, **plan.specs(p.shape, p.dtype)}
+            found[p] = Predicted(tensors, _dense(p, len(plan.rule.moments)), _keeps_adamws(plan))
+            copies = PROJECTION_COPIES if plan.projection else WHOLE_COPIES if plan.rule.whole else 0
+            whole = max(whole, copies * 4 * p.numel())
             caveats[optimizer.caveat(p, group, called) or ""].append(called)
     said = [str(warning.message) for warning in caught]
     said += [f"{type(optimizer).__name__} {text}: {', '.join(names)}" for text, names in caveats.items() if text]
     notes = tuple(dict.fromkeys(map(_shortened, said)))
-    return [found[p] for p in tensors], _bound(params) + PROJECTION_BUFFERS * 4 * projected, notes
+    return Prediction([found[p] for p in tensors_of], _bound(params) + whole, notes)
+
+
+def _dense(p: Tensor | ParamSpec, moments: int) -> int:
+    """Return the bytes of ``moments`` moments of a parameter, but at least of two, in fp32 (fp64)."""
+    elements = p.numel() if isinstance(p, Tensor) else p.elements
+    return max(2, moments) * elements * accumulator(p.dtype).itemsize
+
+
+def _keeps_adamws(plan: ParamPlan) -> bool:
+    return not plan.projection and {moment.meaning.of for moment, _ in plan.kept} >= {*PLAIN_MEANS}
 
 
 def is_ours(name: str) -> bool:
@@ -87,7 +134,7 @@ def _placeholder(p: ParamSpec, flat: bool = False) -> Tensor:
 
 
 def _groups(params: Sequence[ParamSpec], tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups of named tensors, one for each combination of group options."""
+    """Return parameter groups of named tensors, one for each combination of group options."""
     groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, Tensor]]] = {}
     for p, tensor in zip(params, tensors, strict=True):
         groups.setdefault(p.options, []).append((p.name, tensor))
@@ -101,10 +148,8 @@ def _create(name: str, groups: list[dict[str, Any]], options: Mapping[str, Any])
         raise ValueError(f"{name}: {error}") from None
 
 
-def _stepped(
-    name: str, params: Sequence[ParamSpec], options: Mapping[str, Any], foreach: bool
-) -> tuple[list[StoredTensors], int]:
-    """State and temporaries of an optimizer that creates its state only in its step.
+def _stepped(name: str, params: Sequence[ParamSpec], options: Mapping[str, Any], foreach: bool) -> Prediction:
+    """Predict state and temporaries of an optimizer that creates its state only in its step.
 
     Such an optimizer treats parameters of one shape, dtype and group alike, so one of each takes the step. All at once
     (foreach) their temporaries add up, one by one only the largest counts, and fused kernels have none.
@@ -117,13 +162,14 @@ def _stepped(
         key = (p.shape, p.dtype, p.options)
         if key not in found:
             found[key] = _step(name, p, given)
-    each = [found[p.shape, p.dtype, p.options] for p in params]
-    peaks = [temporaries for _, temporaries in each]
-    return [tensors for tensors, _ in each], 0 if fused else sum(peaks) if given["foreach"] else max(peaks)
+    each = [(p, *found[p.shape, p.dtype, p.options]) for p in params]
+    peaks = [temporaries for *_, temporaries in each]
+    kept = [Predicted(tensors, _dense(p, 2), tensors.keys() >= {"exp_avg", "exp_avg_sq"}) for p, tensors, _ in each]
+    return Prediction(kept, 0 if fused else sum(peaks) if given["foreach"] else max(peaks))
 
 
 def _step(name: str, spec: ParamSpec, options: Mapping[str, Any]) -> tuple[StoredTensors, int]:
-    """State after a step on one parameter, and the peak of the second step's temporaries in bytes."""
+    """Return the state after a step on one parameter, and the peak of the second step's temporaries in bytes."""
     p = _placeholder(spec)
     optimizer = _create(name, _groups([spec], [p]), options)
     p.grad = torch.empty_like(p)
@@ -138,7 +184,7 @@ def _step(name: str, spec: ParamSpec, options: Mapping[str, Any]) -> tuple[Store
 
 
 def _found(p: Tensor, state: Mapping[str, Any]) -> StoredTensors:
-    """What is in the state of ``p``; a plain number counts as one of 8 bytes."""
+    """Return what is in the state of ``p``; a plain number counts as a tensor of 8 bytes."""
     tensors: StoredTensors = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -153,11 +199,11 @@ def sizes(tensors: StoredTensors) -> dict[str, int]:
 
 
 def _bound(params: Sequence[ParamSpec]) -> int:
-    """Temporary bytes of a step of daypack's: it touches at most a row chunk at a time."""
+    """Bound the temporary bytes of a step of daypack's optimizers, which work on one row chunk at a time."""
     largest = max(p.elements for p in params)
     return STEP_BUFFERS * 4 * min(CHUNK_ELEMENTS, largest)
 
 
 def _shortened(text: str, length: int = 240) -> str:
-    """A warning without the end of a long list of names."""
+    """Return a warning without the end of a long list of names."""
     return text if len(text) <= length else text[: text.rfind(",", 0, length)] + ", ..."

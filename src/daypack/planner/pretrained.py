@@ -21,7 +21,7 @@ _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGenerat
 
 
 def transformers(*, required: bool = True) -> Any:
-    """The library; None without it, or with ``required`` a ValueError."""
+    """Return the library; if it is missing, None, or with ``required`` raise ValueError."""
     try:
         with quiet():
             return importlib.import_module("transformers")
@@ -34,13 +34,13 @@ def transformers(*, required: bool = True) -> Any:
 
 
 def known_types() -> frozenset[str]:
-    """Model types, such as ``llama``."""
+    """Return the model types, such as ``llama``."""
     library = transformers()
     return frozenset(library.CONFIG_MAPPING.keys())
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """The model of a configuration, as the content of a ``config.json``; weights in the dtype that it names, else fp32.
+    """Describe the model of a ``config.json``, given its content; weights in the dtype that it names, else fp32.
 
     Raises:
         ValueError: transformers is missing, or cannot build it.
@@ -71,7 +71,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
 def describe(
     module: nn.Module, name: str | None = None, dtype: torch.dtype | None = None, shape: TransformerShape | None = None
 ) -> ModelSpec:
-    """A model of transformers with the inputs that it is trained on."""
+    """Describe a model of transformers, with the inputs that it is trained on."""
     if dtype is not None:
         for p in module.parameters():
             p.data = p.data.to(dtype)
@@ -81,7 +81,7 @@ def describe(
 
 
 def class_for(library: Any, settings: Any) -> Any:
-    """The class that the configuration names, else the one for training a model of its type from scratch."""
+    """Return the class that the configuration names, else the one for training a model of its type from scratch."""
     for name in getattr(settings, "architectures", None) or ():
         found = getattr(library, str(name), None)
         if found is not None:
@@ -98,7 +98,7 @@ def class_for(library: Any, settings: Any) -> Any:
 
 
 def _inputs(module: Any) -> Inputs | None:
-    """Token ids or pixels, with labels where the model computes a loss from them."""
+    """Return token ids or pixels, with labels where the model computes a loss from them."""
     kind, settings = type(module).__name__, module.config
     main = getattr(module, "main_input_name", "")
     labels = "labels" in inspect.signature(module.forward).parameters
@@ -125,7 +125,7 @@ def _inputs(module: Any) -> Inputs | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines of the library about options that matter at run time only."""
+    """Silence the library's log lines about options that matter at run time only."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

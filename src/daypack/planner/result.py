@@ -93,7 +93,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, optimizer: str) -> OptimizerPlan:
-        """The row of one optimizer, by the text that it was asked for with."""
+        """Return the row of one optimizer, by the text that it was asked for with."""
         for row in self.rows:
             if row.optimizer == optimizer:
                 return row
@@ -105,7 +105,7 @@ class MemoryPlan:
         return tuple(row for row in self.rows if not row.problem)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as ``daypack plan --json`` prints it. Sizes are bytes."""
+        """Return plain data, as ``daypack plan --json`` prints it. Sizes are bytes."""
         content = asdict(self)
         content["rows"] = [
             {**asdict(row), "components": dict(row.components), "resident": row.resident, "total": row.total}
@@ -116,12 +116,12 @@ class MemoryPlan:
     @property
     def title(self) -> str:
         """Model, dtypes and layout in one line."""
-        frozen = "" if self.trainable == self.parameters else f", {count(self.trainable)} of them trained"
+        frozen = "" if self.trainable == self.parameters else f", {show_count(self.trainable)} of them trained"
         sizes = f"batch {self.batch}, sequence {self.sequence}"
         where = f", {self.gpus} GPUs ({self.parallel})" if self.gpus > 1 else ""
         limit = f", {show_bytes(self.memory)} each" if self.memory is not None else ""
         dtypes = f"weights {self.weights_dtype}, gradients {self.gradients_dtype}, arithmetic {self.compute_dtype}"
-        return f"{self.model}: {count(self.parameters)} parameters{frozen}; {dtypes}; {sizes}{where}{limit}"
+        return f"{self.model}: {show_count(self.parameters)} parameters{frozen}; {dtypes}; {sizes}{where}{limit}"
 
     def __str__(self) -> str:
         header, *lines = table_cells(self)
@@ -137,7 +137,7 @@ class MemoryPlan:
 
 
 def table_cells(plan: MemoryPlan) -> list[tuple[str, ...]]:
-    """Header and rows of the table, sizes in the `unit` of the largest total. Columns of zeros are left out."""
+    """Return header and rows of the table, sizes in the `unit` of the largest total. Columns of zeros are left out."""
     rows = plan.planned
     columns = {
         "weights": [row.weights for row in rows],
@@ -163,7 +163,7 @@ def table_cells(plan: MemoryPlan) -> list[tuple[str, ...]]:
 
 
 def unit(largest: int) -> tuple[float, str]:
-    """The unit of a table whose largest size is ``largest`` bytes: bytes in it, and its name."""
+    """Return the unit of a table whose largest size is ``largest`` bytes: its number of bytes, and its name."""
     return (1e9, "GB") if largest >= 5e8 else (1e6, "MB")
 
 
@@ -175,8 +175,8 @@ def _figure(value: float) -> str:
     return f"{value:.{3 if value < 1 else 2 if value < 99.995 else 1}f}"
 
 
-def count(elements: int) -> str:
-    """``6.74 B``, ``124 M``: a number of parameters."""
+def show_count(elements: int) -> str:
+    """Format a number of parameters: ``6.74 B``, ``124 M``."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if elements >= scale:
             return f"{elements / scale:.{'0f' if elements >= 999.5 * scale else '3g'}} {unit}"

@@ -16,7 +16,7 @@ from torch import nn
 
 from daypack.planner.model import Inputs, ModelSpec, from_module, from_shapes
 from daypack.planner.pretrained import from_config, known_types, transformers
-from daypack.planner.transformer import TransformerShape, stand_in
+from daypack.planner.transformer import TransformerShape, llama_like
 from daypack.planner.units import parse_count
 
 #: Names of dtypes in the header of a safetensors file.
@@ -29,7 +29,7 @@ _LONGEST_HEADER = 100_000_000
 
 
 def load_model(text: str, *, sample: str | None = None) -> ModelSpec:
-    """The model that ``text`` names. Nothing is downloaded, and no weight is read or allocated.
+    """Describe the model that ``text`` names. Nothing is downloaded, and no weight is read or allocated.
 
     Args:
         text: a Hugging Face ``config.json`` or the folder of one, a ``.safetensors`` file or a folder of them, a
@@ -60,8 +60,10 @@ def load_model(text: str, *, sample: str | None = None) -> ModelSpec:
 
 
 def from_count(text: str) -> ModelSpec:
-    """A stand-in with exactly ``text`` (``7B``) parameters: matrices as wide as a Llama-like model of that size has."""
-    shapes, shape = stand_in(parse_count(text))
+    """Describe a stand-in with exactly ``text`` (``7B``) parameters: matrices as wide as in a Llama-like model of that
+    size.
+    """
+    shapes, shape = llama_like(parse_count(text))
     note = (
         "a stand-in for a model of which only the size is known: square matrices, with the activations of a Llama-like "
         f"decoder of {shape.layers} layers and hidden size {shape.hidden}"
@@ -70,7 +72,9 @@ def from_count(text: str) -> ModelSpec:
 
 
 def from_safetensors(paths: list[Path], config: dict[str, Any] | None = None) -> ModelSpec:
-    """Shapes and dtypes from the headers of a checkpoint's files; what has fewer than 16 bits or is whole is frozen."""
+    """Read shapes and dtypes from the headers of a checkpoint's files. Integers and types below 16 bits count as
+    frozen.
+    """
     params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for path in paths:
         params |= _header(path)
@@ -108,7 +112,7 @@ def from_function(text: str, sample: str | None = None) -> ModelSpec:
 
 
 def sample_inputs(sample: str) -> Inputs:
-    """Inputs of one tensor for each sample: ``3x224x224`` numbers, or ``ids``, a sequence of token ids.
+    """Return inputs of one tensor per sample: ``3x224x224`` numbers, or ``ids``, a sequence of token ids.
 
     Raises:
         ValueError: neither of the two.
@@ -149,7 +153,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> shape and dtype of each tensor of a safetensors file, of which the header alone is read."""
+    """Read name, shape and dtype of each tensor from the header of a safetensors file, and nothing else of it."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -13,12 +13,11 @@ from torch import nn
 
 from daypack.optim.base import CompressedOptimizer
 from daypack.optim.registry import REGISTRY, create
-from daypack.optim.size import ADAMW_BYTES
 from daypack.optim.state_dict import STEP
 from daypack.placement.schedule import PIECE_BYTES
 from daypack.planner.model import ParamSpec, from_shapes
 from daypack.planner.parallel import Parallel
-from daypack.planner.prediction import StoredTensors, is_ours, predict, sizes
+from daypack.planner.prediction import Predicted, StoredTensors, is_ours, predict, sizes
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class StatePlan:
         components: bytes by state key (``exp_avg_codes``), codebooks and counters included.
         temporaries: bytes that a step holds at its peak beyond parameters, gradients and state.
         offloaded: bytes of the state that wait in host memory; ``components`` then have them nonetheless.
+        keeps_both_moments: whether it has AdamW's first and second moment of every element, in whatever form; projected
+            ones are not.
         notes: what is unusual about it, in sentences.
     """
 
@@ -53,6 +54,7 @@ class StatePlan:
     temporaries: int
     notes: tuple[str, ...] = ()
     offloaded: int = 0
+    keeps_both_moments: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -63,12 +65,6 @@ class StatePlan:
     def device_bytes(self) -> int:
         """On the GPU: all of it, or if it is paged, the two pieces that are there at a time."""
         return min(self.total_bytes, 2 * PIECE_BYTES) if self.offloaded else self.total_bytes
-
-    @property
-    def keeps_both_moments(self) -> bool:
-        """Whether it has AdamW's first and second moment of every element, in whatever form; projected ones are not."""
-        kinds = {_moment(key) for key in self.components}
-        return {"exp_avg", "exp_avg_sq"} <= kinds and "other" not in kinds
 
 
 def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
@@ -177,20 +173,23 @@ def plan_state(
     if not params:
         return StatePlan({}, 0)
     module = None if parallel.flat else module
-    each, temporaries, notes = predict(name, params, options, module=module, foreach=foreach, flat=parallel.flat)
+    found = predict(name, params, options, module=module, foreach=foreach, flat=parallel.flat)
+    temporaries = found.temporaries
     sharded = parallel.rows_sharded and parallel.world > 1
     if sharded and not is_ours(name):  # they step what this rank has of each parameter
         temporaries = ceil(temporaries / parallel.world)
     total: Counter[str] = Counter()
-    for p, tensors in zip(params, each, strict=True):
-        total.update(_sharded(p, tensors, parallel) if sharded else sizes(tensors))
-    notes = (*notes, *_larger_than_dense(params, each))
-    return StatePlan(dict(total), temporaries, notes, sum(total.values()) if paged else 0)
+    for p, kept in zip(params, found.params, strict=True):
+        total.update(_sharded(p, kept.tensors, parallel) if sharded else sizes(kept.tensors))
+    notes = (*found.notes, *_larger_than_dense(params, found.params))
+    offloaded = sum(total.values()) if paged else 0
+    return StatePlan(dict(total), temporaries, notes, offloaded, all(kept.adamw for kept in found.params))
 
 
 def _sharded(p: ParamSpec, tensors: StoredTensors, parallel: Parallel) -> dict[str, int]:
-    """Bytes of one parameter's state on one rank: rows of what follows the parameter's dim 0, the whole of all else
-    (column factors, codebooks, counters)."""
+    """Return the bytes of one parameter's state on one rank, by key: its rows of what follows the parameter's dim 0,
+    and all of everything else (column factors, codebooks, counters).
+    """
     result = sizes(tensors)
     for key, spec in tensors.items():
         if spec.follows and p.shape and p.shape[0] and spec.shape[:1] == p.shape[:1]:
@@ -198,31 +197,23 @@ def _sharded(p: ParamSpec, tensors: StoredTensors, parallel: Parallel) -> dict[s
     return result
 
 
-def _moment(key: str) -> str:
-    """Say which of AdamW's moments a state key belongs to; ``"step"``, or ``"other"`` for what AdamW does not have."""
-    if key == "step" or key.startswith("exp_avg_sq"):
-        return "step" if key == "step" else "exp_avg_sq"
-    return "exp_avg" if key.startswith("exp_avg") else "other"
-
-
-def _larger_than_dense(params: Sequence[ParamSpec], each: Sequence[StoredTensors]) -> tuple[str, ...]:
-    """One sentence where state takes more than two dense fp32 moments: a rank too high, rows too short."""
-    larger = [
-        p
-        for p, tensors in zip(params, each, strict=True)
-        if sum(size for key, size in sizes(tensors).items() if key != "step")
-        > ADAMW_BYTES * p.elements * (2 if p.dtype == torch.float64 else 1)
-    ]
+def _larger_than_dense(params: Sequence[ParamSpec], each: Sequence[Predicted]) -> tuple[str, ...]:
+    """Return a sentence if some state takes more than dense moments: its rank is too high, or its rows too short."""
+    larger = [p for p, kept in zip(params, each, strict=True) if _moment_bytes(kept) > kept.dense]
     if not larger:
         return ()
     return (
-        f"the state of {len(larger)} parameters, such as {larger[0].name} {larger[0].shape}, takes more than two dense "
+        f"the state of {len(larger)} parameters, such as {larger[0].name} {larger[0].shape}, takes more than dense "
         "moments would; lower the rank, or leave them to AdamW",
     )
 
 
+def _moment_bytes(kept: Predicted) -> int:
+    return sum(size for key, size in sizes(kept.tensors).items() if key != "step")
+
+
 def _literal(text: str) -> Any:
-    """A Python number, flag or None, else the text itself."""
+    """Return ``text`` as a Python number, flag or None, else as it is."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

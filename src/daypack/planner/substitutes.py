@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 @contextmanager
 def substitutes(flash: bool) -> Iterator[None]:
-    """Attention as a flash kernel (if ``flash``; torch itself would keep the attention matrix), and grouped products.
+    """Replace attention by a flash kernel (if ``flash``; on the meta device torch keeps the attention matrix), and
+    grouped products by shapes alone.
 
-    Names are replaced, because checkpoints compute again inside the backward pass, where function modes are off. Real
-    tensors of other threads take the way that they always take.
+    Names are replaced, because checkpoints run again inside the backward pass, where function modes are off. Real
+    tensors, also those of other threads, are handled as always.
     """
     replaced: dict[str, Callable[..., Tensor | None]] = {}
     if flash:
@@ -33,7 +34,9 @@ def substitutes(flash: bool) -> Iterator[None]:
 
 
 def _where_meta(original: Callable[..., Tensor], substitute: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
-    """``substitute`` for tensors on the meta device where it gives a result, else ``original``."""
+    """Return a function that calls ``substitute`` for tensors on the meta device where it gives a result, else
+    ``original``.
+    """
 
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result = substitute(first, *args, **kwargs) if first.is_meta else None
@@ -52,7 +55,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Keeps query, key, value, output and the log-sum-exp of each row, as the kernels for GPUs do.
+    """Keep query, key, value, output and the log-sum-exp of each row for the backward pass, as the kernels for GPUs do.
 
     None for a mask with a gradient (T5's position bias), which the operator refuses; what runs then keeps the matrix.
     """
@@ -82,7 +85,9 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _grouped_mm(rows: Tensor, matrices: Tensor, **options: Any) -> Tensor | None:
-    """torch's own runs on the meta device in bf16 only. None for forms that experts do not use."""
+    """Multiply grouped rows on the meta device, where torch's own runs in bf16 only. None for forms that experts do not
+    use.
+    """
     if rows.ndim != 2 or matrices.ndim != 3 or options.get("bias") is not None or options.get("out_dtype") is not None:
         return None
     result: Tensor = _GroupedProduct.apply(rows, matrices)  # type: ignore[no-untyped-call]

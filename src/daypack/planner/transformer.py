@@ -27,7 +27,7 @@ class TransformerShape:
     gated: bool = True
 
     def layer_bytes(self, batch: int, sequence: int, itemsize: int, *, flash: bool) -> int:
-        """Bytes that one layer keeps for its backward pass.
+        """Return the bytes that one layer keeps for its backward pass.
 
         Per token: of two norms the input, the normalised values in fp32 and the output; queries, keys, values and their
         rotated copies, the attention's output and log-sum-exp; three or four MLP widths. Without a flash kernel also
@@ -42,7 +42,7 @@ class TransformerShape:
         return norms + attention + matrix + mlp
 
     def saved_bytes(self, batch: int, sequence: int, itemsize: int, *, flash: bool, checkpointing: bool) -> int:
-        """Bytes kept for the backward pass: every layer's, or with checkpointing its input alone, and the
+        """Return the bytes kept for the backward pass: every layer's, or with checkpointing only its input, and the
         log-probabilities in fp32.
 
         Error: within 20 % of the measurement for Llama-like models without dropout
@@ -55,9 +55,9 @@ class TransformerShape:
         return self.layers * layer + tokens * self.vocabulary * 4
 
     def peak_bytes(self, batch: int, sequence: int, itemsize: int, *, flash: bool, checkpointing: bool) -> int:
-        """The worst moment of the backward pass: its beginning, with two gradients of the fp32 logits, or with
-        checkpointing a layer that was computed anew, if that is more. Error: 10 %, and
-        20 % with checkpointing.
+        """Return the bytes at the worst moment of the backward pass: its beginning, with two gradients of the fp32
+        logits, or with checkpointing a layer that was computed anew, if that is more. Error: 10 %, and 20 % with
+        checkpointing.
         """
         saved = self.saved_bytes(batch, sequence, itemsize, flash=flash, checkpointing=checkpointing)
         logits = batch * sequence * self.vocabulary * 4
@@ -69,7 +69,7 @@ class TransformerShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> TransformerShape | None:
-        """From the keys of a Hugging Face ``config.json``; None where they do not describe a transformer."""
+        """Read the sizes from a Hugging Face ``config.json``; None where it does not describe a transformer."""
 
         def get(*names: str) -> Any:
             return next((config[name] for name in names if config.get(name) is not None), None)
@@ -93,9 +93,10 @@ ASPECT, HEAD = 128, 128
 LLAMA_VOCABULARY = 32000
 
 
-def stand_in(parameters: int) -> tuple[list[tuple[str, tuple[int, ...]]], TransformerShape]:
-    """Shapes of exactly ``parameters`` elements: square matrices, one shorter matrix and one vector, and the sizes of a
-    Llama-like decoder that has about as many. The published 7 B, 13 B and 70 B have this width within 15 %."""
+def llama_like(parameters: int) -> tuple[list[tuple[str, tuple[int, ...]]], TransformerShape]:
+    """Return shapes of exactly ``parameters`` elements (square matrices, one shorter matrix and one vector), and the
+    sizes of a Llama-like decoder that has about as many. The published 7 B, 13 B and 70 B have this width within 15 %.
+    """
     hidden = max(HEAD, round((parameters * ASPECT / 12) ** (1 / 3) / HEAD) * HEAD)
     layers = max(1, round(parameters / (12 * hidden * hidden)))
     whole, rest = divmod(parameters, hidden * hidden)

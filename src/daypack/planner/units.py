@@ -50,7 +50,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """The dtype named ``fp32``, ``bf16``, ``fp16``, ``fp64``, or by torch's own name.
+    """Return the dtype named ``fp32``, ``bf16``, ``fp16``, ``fp64``, or by torch's own name.
 
     Raises:
         ValueError: no such dtype.
@@ -63,12 +63,12 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``fp32`` and so on; torch's own name for what has no short one."""
+    """Return ``fp32`` and so on; torch's own name for a dtype without a short one."""
     return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
 def show_bytes(size: float) -> str:
-    """``size`` bytes in GB (1e9), or in the decimal unit that leaves a readable number: ``27.0 GB``, ``31.2 MB``."""
+    """Format ``size`` bytes in GB (1e9), or in the decimal unit that is easy to read: ``27.0 GB``, ``31.2 MB``."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(size) >= scale:
             value = size / scale

@@ -19,13 +19,13 @@ from daypack.rules.base import (
 
 
 def adamw(x: Elements) -> Tensor:
-    """``(m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)``."""
+    """Return ``(m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)``."""
     denominator = (x.new("exp_avg_sq") / x.hyper.bias_correction2).sqrt_().add_(x.hyper.eps)
     return (x.new("exp_avg") / x.hyper.bias_correction1).div_(denominator)
 
 
 def _coupled(group: Options, step: int) -> Hyper:
-    """Adam's options; decay is part of the gradient."""
+    """Return Adam's options; decay is part of the gradient."""
     hyper = decoupled(group, step)
     return replace(hyper, shrink=0.0, coupled=hyper.weight_decay)
 

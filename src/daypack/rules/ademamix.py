@@ -20,13 +20,15 @@ from daypack.rules.base import (
 
 
 def alpha(options: Options, step: int) -> float:
-    """The weight of the slow average: from 0 in a straight line over ``alpha_warmup`` steps, then ``alpha``."""
+    """Return the weight of the slow average: linear from 0 over ``alpha_warmup`` steps, then ``alpha``."""
     warmup = options["alpha_warmup"]
     return float(options["alpha"]) * (1.0 if warmup is None else min(1.0, step / warmup))
 
 
 def beta3(options: Options, step: int) -> float:
-    """The decay of the slow average: from beta1 to ``betas[2]`` over ``beta3_warmup`` steps, evenly in half-lives."""
+    """Return the decay of the slow average: from beta1 to ``betas[2]`` over ``beta3_warmup`` steps, linear in
+    half-lives.
+    """
     beta1, _, last = map(float, options["betas"])
     warmup = options["beta3_warmup"]
     if warmup is None or step >= warmup or last == 0:
@@ -39,7 +41,7 @@ def beta3(options: Options, step: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _product(betas: tuple[float, ...], warmup: int | None, step: int) -> float:
-    """The product of `beta3` over all steps so far: what is left of the 0 that the average began with."""
+    """Return the product of `beta3` over all steps so far: the weight that the initial 0 still has in the average."""
     options = {"betas": betas, "beta3_warmup": warmup}
     rising = min(step, warmup or 0)
     return math.prod(beta3(options, t) for t in range(1, rising + 1)) * betas[2] ** (step - rising)
@@ -54,7 +56,7 @@ def _beta3(hyper: Hyper) -> float:
 
 
 def _direction(x: Elements) -> Tensor:
-    """``(m / (1 - b1^t) + alpha s) / (sqrt(v / (1 - b2^t)) + eps)``; the slow average ``s`` is not corrected."""
+    """Return ``(m / (1 - b1^t) + alpha s) / (sqrt(v / (1 - b2^t)) + eps)``; the slow average ``s`` is not corrected."""
     denominator = (x.new("exp_avg_sq") / x.hyper.bias_correction2).sqrt_().add_(x.hyper.eps)
     weight = alpha(x.hyper.options or {}, x.hyper.step)
     fast = x.new("exp_avg") / x.hyper.bias_correction1

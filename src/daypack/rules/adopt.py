@@ -22,19 +22,19 @@ from daypack.rules.base import (
 
 
 def _options(group: Options, step: int) -> Hyper:
-    """AdamW's options. The first step only takes in ``g^2`` as the second moment: nothing moves, nothing decays."""
+    """Return AdamW's options. The first step only sets the second moment to ``g^2``: no parameter moves or decays."""
     hyper = decoupled(group, step)
     return hyper if step > 1 else replace(hyper, beta2=0.0, shrink=0.0)
 
 
 def _normalized(x: Elements) -> Tensor:
-    """``g / max(sqrt(v), eps)`` of the OLD ``v``, clipped to the fourth root of the steps before this one."""
+    """Return ``g / max(sqrt(v), eps)`` of the OLD ``v``, clipped to the fourth root of the number of earlier steps."""
     bound = (x.hyper.step - 1) ** 0.25
     return (x.g / x.old("exp_avg_sq").sqrt().clamp_(min=x.hyper.eps)).clamp_(-bound, bound)
 
 
 def _advance(x: Elements) -> Tensor:
-    """``m = b1 m + (1 - b1) u``, ``u`` the normalised gradient."""
+    """Return ``m = b1 m + (1 - b1) u``, where ``u`` is the normalised gradient."""
     return torch.lerp(x.old("exp_avg"), _normalized(x), 1 - x.hyper.beta1)
 
 

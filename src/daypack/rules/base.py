@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -49,7 +50,7 @@ class Hyper:
         return 1 - self.beta2**self.step
 
     def seen(self, g: Tensor, p: Tensor) -> Tensor:
-        """What the rule takes for the gradient: turned round if it ascends, with coupled decay. May be ``g`` itself."""
+        """Return the gradient as the rule uses it: negated to maximize, with coupled decay. May be ``g`` itself."""
         g = -g if self.maximize else g
         return g.add(p, alpha=self.coupled) if self.coupled else g
 
@@ -93,15 +94,15 @@ class Elements:
         self._new, self._norms = dict(new or {}), norms
 
     def keeps(self, name: str) -> bool:
-        """Whether the parameter's plan keeps this moment."""
+        """Return whether the parameter's plan keeps this moment."""
         return name in self._old or name in self._new
 
     def old(self, name: str) -> Tensor:
-        """A moment before this step. Of one that is kept as statistics only if it is `Moment.late`."""
+        """Return a moment before this step. If it is kept as statistics, only a `Moment.late` one has an old value."""
         return self._old[name]
 
     def new(self, name: str) -> Tensor:
-        """A moment after this step; it advances when it is first asked for."""
+        """Return a moment after this step; it advances when it is first asked for."""
         if name not in self._new:
             self._new[name] = self.rule.moment(name).advance(self)
         return self._new[name]
@@ -116,12 +117,12 @@ Scale: TypeAlias = Callable[[Options, int], float]
 
 
 def unbiased(options: Options, step: int) -> float:
-    """Of an average that is not biased towards 0."""
+    """Return the scale of an average that is not biased towards 0."""
     return 1.0
 
 
 def bias_corrected(index: int) -> Scale:
-    """Of a moving average from 0 with decay ``betas[index]``."""
+    """Return the scale of a moving average from 0 with decay ``betas[index]``."""
     return lambda options, step: 1 / (1 - float(options["betas"][index]) ** step)
 
 
@@ -148,13 +149,13 @@ class Moment:
 
     Attributes:
         name: the beginning of its keys in the state, torch's own name where torch has one.
-        advance: the moment after the step, a new tensor, from ``x.old(name)``, ``x.g`` and other moments.
+        advance: returns the moment after the step, a new tensor, from ``x.old(name)``, ``x.g`` and other moments.
         meaning: what it stands for, for conversion.
         decay: for a moment that may be kept as statistics: it is a moving average, with this decay, of `observed`.
         observed: what the average is taken of; None: ``g^2``.
         late: the direction reads the moment from before the step: statistics are brought up to date after it.
         squares: a mean of squares: never negative, and what the direction is divided by the root of.
-        alone: it advances from its own old value and the gradient alone, so that a sample of it can be followed.
+        alone: it advances from its own old value and the gradient only, so a sample of elements can be computed.
     """
 
     name: str
@@ -170,7 +171,7 @@ class Moment:
 def mean_of_gradients(
     name: str = "exp_avg", beta: Callable[[Hyper], float] = lambda hyper: hyper.beta1, scale: Scale | None = None
 ) -> Moment:
-    """``m = b m + (1 - b) g``, from 0."""
+    """Return the moment ``m = b m + (1 - b) g``, from 0."""
 
     def advance(x: Elements) -> Tensor:
         return torch.lerp(x.old(name), x.g, 1 - beta(x.hyper))
@@ -184,7 +185,7 @@ def mean_of_squares(
     scale: Scale | None = None,
     late: bool = False,
 ) -> Moment:
-    """``v = b v + (1 - b) g^2``, from 0."""
+    """Return the moment ``v = b v + (1 - b) g^2``, from 0."""
 
     def advance(x: Elements) -> Tensor:
         decay = beta(x.hyper)
@@ -222,19 +223,23 @@ class Rule:
     translate: Callable[[Options], Options] | None = None
 
     def moment(self, name: str) -> Moment:
-        """The moment called ``name``.
+        """Return the moment called ``name``.
 
         Raises:
             KeyError: the rule has none.
         """
-        return next(moment for moment in self.moments if moment.name == name)
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Moment]:
+        return {moment.name: moment for moment in self.moments}
 
     def read(self, group: Options) -> Options:
-        """The options of ``group`` as ``hyper`` reads them."""
+        """Return the options of ``group`` as ``hyper`` reads them."""
         return self.translate(group) if self.translate else group
 
     def at(self, group: Options, step: int) -> Hyper:
-        """The numbers of the ``step``-th step (from 1) of a parameter in ``group``."""
+        """Return the numbers of the ``step``-th step (from 1) of a parameter in ``group``."""
         return self.hyper(self.read(group), step)
 
     @property
@@ -244,7 +249,7 @@ class Rule:
 
 
 def decoupled(group: Options, step: int) -> Hyper:
-    """AdamW's options; decay shrinks the parameter by ``lr * weight_decay``."""
+    """Return AdamW's options; decay shrinks the parameter by ``lr * weight_decay``."""
     beta1, beta2 = map(float, group["betas"][:2])
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     eps = float(group.get("eps", 0.0))

@@ -11,17 +11,17 @@ from daypack.rules.base import ADAMW_OPTIONS, Elements, Hyper, Options, Rule, de
 
 
 def _options(group: Options, step: int) -> Hyper:
-    """AdamW's options; decay is part of the direction, so that the trust ratio scales it too."""
+    """Return AdamW's options; decay is part of the direction, so that the trust ratio scales it too."""
     return replace(decoupled(group, step), shrink=0.0)
 
 
 def _measured(x: Elements) -> Tensor:
-    """AdamW's direction plus ``weight_decay * p``."""
+    """Return AdamW's direction plus ``weight_decay * p``."""
     return adamw(x).add_(x.p, alpha=x.hyper.weight_decay)
 
 
 def _direction(x: Elements) -> Tensor:
-    """The decayed direction ``u``, times ``|p| / |u|``; times 1 if either norm is 0 or the group is exempt."""
+    """Return the decayed direction ``u`` times ``|p| / |u|``, or ``u`` if either norm is 0 or the group is exempt."""
     direction, norms = _measured(x), x.norms
     if norms.param > 0 and norms.measured > 0 and x.hyper.option("trust_ratio"):
         direction.mul_(norms.param / norms.measured)

@@ -9,7 +9,7 @@ from daypack.rules.base import Elements, Rule, bias_corrected, decoupled, mean_o
 
 
 def _direction(x: Elements) -> Tensor:
-    """``sign(b1 m + (1 - b1) g)``; then ``m = b2 m + (1 - b2) g``."""
+    """Return ``sign(b1 m + (1 - b1) g)``; then ``m = b2 m + (1 - b2) g``."""
     return torch.lerp(x.old("exp_avg"), x.g, 1 - x.hyper.beta1).sign_()
 
 

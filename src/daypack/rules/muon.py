@@ -9,25 +9,25 @@ from daypack.rules.base import Elements, Hyper, Options, Rule, mean_of_gradients
 
 
 def _options(group: Options, step: int) -> Hyper:
-    """``beta1`` is the momentum; decay shrinks the parameter by ``lr * weight_decay``."""
+    """Return Muon's options: ``beta1`` is the momentum; decay shrinks the parameter by ``lr * weight_decay``."""
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     momentum = float(group["momentum"])
     return Hyper(step, lr, momentum, weight_decay=decay, maximize=group["maximize"], shrink=lr * decay, options=group)
 
 
 def _scale(options: Options, step: int) -> float:
-    """Of a moving average from 0 with decay ``momentum``."""
+    """Return the scale of a moving average from 0 with decay ``momentum``."""
     return 1 / (1 - float(options["momentum"]) ** step)
 
 
 def _direction(x: Elements) -> Tensor:
-    """The momentum, or Nesterov's: the gradient averaged into it once more."""
+    """Return the momentum, or with Nesterov the gradient averaged into it once more."""
     m = x.new("exp_avg")
     return torch.lerp(x.g, m, x.hyper.beta1) if x.hyper.option("nesterov") else m
 
 
 def orthogonalized(u: Tensor, hyper: Hyper) -> Tensor:
-    """Newton-Schulz: singular values of ``u [rows, cols]`` go towards 1, singular vectors stay; fp32 (fp64).
+    """Bring the singular values of ``u [rows, cols]`` close to 1 by Newton-Schulz; singular vectors stay; fp32 (fp64).
 
     Each step is ``x <- a x + (b s + c s^2) x`` with ``s = x x^T`` on the shorter side, from ``u`` over its norm.
     """
@@ -44,8 +44,9 @@ def orthogonalized(u: Tensor, hyper: Hyper) -> Tensor:
 
 
 def _whole(u: Tensor, hyper: Hyper) -> Tensor:
-    """Orthogonalised, times ``sqrt(max(1, rows / cols))``, or times ``0.2 sqrt(max(rows, cols))``, the RMS of AdamW's
-    updates (Liu et al. 2025, arXiv 2502.16982)."""
+    """Orthogonalise ``u``, times ``sqrt(max(1, rows / cols))``, or times ``0.2 sqrt(max(rows, cols))``, which gives the
+    RMS of AdamW's updates (Liu et al. 2025, arXiv 2502.16982).
+    """
     rows, cols = u.shape
     original = hyper.option("adjust_lr_fn") == "original"
     factor = max(1.0, rows / cols) ** 0.5 if original else 0.2 * max(rows, cols) ** 0.5

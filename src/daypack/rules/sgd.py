@@ -8,7 +8,7 @@ from daypack.rules.base import Elements, Hyper, Meaning, Moment, Options, Rule
 
 
 def _options(group: Options, step: int) -> Hyper:
-    """``beta1`` is the momentum; decay is part of the gradient."""
+    """Return SGD's options: ``beta1`` is the momentum; decay is part of the gradient."""
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     return Hyper(
         step,
@@ -22,20 +22,20 @@ def _options(group: Options, step: int) -> Hyper:
 
 
 def _advance(x: Elements) -> Tensor:
-    """``m = momentum m + (1 - dampening) g``, ``m = g`` at the first step."""
+    """Return ``m = momentum m + (1 - dampening) g``, and ``m = g`` at the first step."""
     if x.hyper.step == 1:
         return x.g
     return (x.old("exp_avg") * x.hyper.beta1).add_(x.g, alpha=1 - float(x.hyper.option("dampening")))
 
 
 def _scale(options: Options, step: int) -> float:
-    """Of momentum, which adds gradients up instead of averaging them."""
+    """Return the scale of momentum, which adds gradients up instead of averaging them."""
     momentum = float(options["momentum"])
     return (1 - momentum) / ((1 - momentum**step) * (1 - float(options["dampening"]) or 1.0))
 
 
 def _direction(x: Elements) -> Tensor:
-    """``m``, or ``g + momentum m``; without a moment ``g``."""
+    """Return ``m``, or with Nesterov ``g + momentum m``; without a moment ``g``."""
     if not x.keeps("exp_avg"):
         return x.g
     m = x.new("exp_avg")

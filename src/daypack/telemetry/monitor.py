@@ -1,4 +1,4 @@
-"""`monitor`: follow an optimizer while it trains, at a cost that is not felt."""
+"""`monitor`: follow an optimizer while it trains, at little cost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Monitor:
         self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def remove(self) -> None:
-        """Stop. What was read stays."""
+        """Stop measuring. Readings taken so far stay."""
         for hook in self._hooks:
             hook.remove()
         self._sample = None
@@ -105,7 +105,7 @@ class Monitor:
         self._since = time.perf_counter()
 
     def _count(self, optimizer: Optimizer) -> int:
-        """The most steps that a parameter has taken, where the state counts them, else those that were seen here."""
+        """Return the most steps that any parameter has taken if the state counts them, else the steps seen here."""
         params = (p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state)
         steps = (optimizer.state[p].get("step") for p in params)
         return max((int(step) for step in steps if isinstance(step, (int, float, Tensor))), default=0) or self._steps
@@ -118,7 +118,7 @@ def monitor(
     *,
     prefix: str = "optimizer/",
 ) -> Monitor:
-    """Read off ``optimizer``, at every ``interval``-th step, what it stores and what it does. docs/monitor.md.
+    """Measure what ``optimizer`` stores and does at every ``interval``-th step. docs/monitor.md.
 
     Bytes of state by format, RMS of the updates, what coding does to the moments, time of the step, and what was not
     finite. Of each parameter a sample is looked at, so that the cost does not grow with its size. Works with any
@@ -155,5 +155,5 @@ def monitor(
 
 
 def _skipped(optimizer: Optimizer) -> int:
-    """How often a parameter was passed over; only daypack's optimizers do that."""
+    """Return how often a parameter was passed over; only daypack's optimizers do that."""
     return sum(getattr(optimizer, "skipped", {}).values())

@@ -28,7 +28,7 @@ MOVED = 1024
 #: Elements of each coded moment that are decoded, about.
 DECODED = 4096
 #: A moment is decoded over runs of columns of at least this many elements, if its blocks are not longer.
-RUN = 256
+RUN_COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Sample:
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> dict[str, float]:
-        """The numbers, once the optimizer has stepped; see docs/monitor.md. What cannot be measured is not in it."""
+        """Return the numbers, after the step, by tag (docs/monitor.md). What cannot be measured is absent."""
         return {**_state_bytes(optimizer), **self._movement(optimizer), **self._codes(optimizer)}
 
     def _elements(self, p: Tensor) -> Tensor:
-        """A copy of some elements of a parameter, or of all where it has few."""
+        """Copy some elements of a parameter, or all of them if it has few."""
         local = sharding.to_local(p.detach())
         size = local.numel()
         if size > len(self._places):
@@ -78,7 +78,7 @@ class Sample:
         return values.to(accumulator(values.dtype), copy=True)
 
     def _movement(self, optimizer: Optimizer) -> dict[str, float]:
-        """RMS of what the step added to the parameters with a gradient, and how many of them are not finite."""
+        """Return the RMS of what the step added to the parameters with a gradient, and how many are not finite."""
         squares: dict[str, float] = defaultdict(float)
         elements: dict[str, int] = defaultdict(int)
         broken = 0
@@ -98,7 +98,9 @@ class Sample:
         return {**rms, "nonfinite": float(broken)} if rms else {}
 
     def _codes(self, optimizer: Optimizer) -> dict[str, float]:
-        """Shares of extreme and of zero codes, and the radial bias of the first moment, of what was stepped."""
+        """Return shares of extreme and of zero codes, and the radial bias of the first moment, for the parameters
+        stepped.
+        """
         totals: dict[str, float] = defaultdict(float)
         weights: dict[str, float] = defaultdict(float)
         for p, group, plan, state, view in _ours(optimizer):
@@ -124,11 +126,11 @@ class Sample:
         return {name: totals[name] / weights[name] for name in totals if weights[name]}
 
     def _chunk(self, view: Geometry, form: StateFormat) -> Chunk:
-        """Evenly spaced rows of one matrix, and of each the same run of columns, which begins with a block."""
+        """Return evenly spaced rows of one matrix, all over the same run of columns, which begins with a block."""
         (matrices, rows, cols), align = view.view3, form.align(view)
         of_matrix, of_row, of_col = self._corner
         start = int(of_col * math.ceil(cols / align)) * align
-        stop = min(start + max(RUN // align * align, align), cols)
+        stop = min(start + max(RUN_COLUMNS // align * align, align), cols)
         step = max(1, math.ceil(rows * (stop - start) / DECODED))
         first = int(of_row * min(step, rows))
         matrix = int(of_matrix * matrices)
@@ -136,7 +138,7 @@ class Sample:
 
 
 def _ours(optimizer: Optimizer) -> Iterator[tuple[Tensor, Group, ParamPlan, State, Geometry]]:
-    """Parameters that one of daypack's optimizers has stepped, with their state: this process's part of it."""
+    """Yield the parameters that one of daypack's optimizers has stepped, with this process's part of their state."""
     if not isinstance(optimizer, CompressedOptimizer):
         return
     optimizer.wait()
@@ -149,19 +151,19 @@ def _ours(optimizer: Optimizer) -> Iterator[tuple[Tensor, Group, ParamPlan, Stat
 
 
 def _lies_alike(p: Tensor) -> bool:
-    """Whether this process has the gradient of what it has of the parameter, without asking another."""
+    """Return whether this process has the gradient for its part of the parameter, without communication."""
     return p.grad is not None and getattr(p.grad, "placements", None) == getattr(p, "placements", None)
 
 
 def _is_followed(plan: ParamPlan, moment: Moment) -> bool:
-    """Whether a moment after a step can be told from a sample of it and of the gradient."""
+    """Return whether a moment after a step can be computed from a sample of it and of the gradient."""
     return moment.alone and not moment.squares and plan.projection is None
 
 
 def _unrounded(
     p: Tensor, group: Group, plan: ParamPlan, name: str, view: Geometry, chunk: Chunk, before: _Before, steps: int
 ) -> Tensor:
-    """A moment before it was rounded: the rule's own, from what was stored before and the gradient."""
+    """Return a moment before it was rounded: what the rule makes of the stored value and the gradient."""
     hyper = plan.rule.at(group, steps)
     grad = read(sharding.to_local(cast(Tensor, p.grad)), view, chunk).to(before.stored.dtype)
     seen = hyper.seen(grad, before.param)
@@ -169,7 +171,7 @@ def _unrounded(
 
 
 def _state_bytes(optimizer: Optimizer) -> dict[str, float]:
-    """Bytes of state, in all and by format."""
+    """Return the bytes of state, in all and by format."""
     totals: dict[str, float] = defaultdict(float)
     seen: set[int] = set()
     for g, group in enumerate(optimizer.param_groups):
@@ -183,7 +185,7 @@ def _state_bytes(optimizer: Optimizer) -> dict[str, float]:
 
 
 def _formats(optimizer: Optimizer, p: Tensor, group: Group, name: str) -> dict[Any, str]:
-    """State key -> the format that it belongs to, in daypack's optimizers."""
+    """Map each state key to the format that it belongs to, in daypack's optimizers."""
     if not isinstance(optimizer, CompressedOptimizer):
         return {}
     plan = optimizer.plan_of(p, group, name)

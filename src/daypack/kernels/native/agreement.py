@@ -12,20 +12,20 @@ Description = Mapping[str, Mapping[str, str]]
 
 
 def parse(text: str) -> Description:
-    """What ``daypack_layout`` says: a line for each struct or enum, its name and then ``name=value``."""
+    """Parse what ``daypack_layout`` returns: a line for each struct or enum, its name and ``name=value`` entries."""
     lines = [line.split() for line in text.splitlines()]
     return {name: dict(entry.split("=", 1) for entry in entries) for name, *entries in lines}
 
 
 def fields(struct: np.dtype[Any]) -> dict[str, str]:
-    """Of each field the type, size and offset (``rank=i8@272``), and the bytes of the struct."""
+    """Return the type, size and offset of each field (``rank=i8@272``), and the bytes of the struct."""
     places = {name: (kind, offset) for name, (kind, offset, *_) in (struct.fields or {}).items()}
     written = {name: f"{kind.kind}{kind.itemsize}@{offset}" for name, (kind, offset) in places.items()}
     return written | {"sizeof": str(struct.itemsize)}
 
 
 def differences(library: Description, ours: Description) -> list[str]:
-    """What differs, each in words that name it. Where names differ, values do too: those are left out then."""
+    """Describe each difference and name it. Where names differ, values do too: those are left out then."""
     names: list[str] = []
     values: list[str] = []
     for owner, theirs, here in _pairs(library, ours):

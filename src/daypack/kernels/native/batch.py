@@ -84,7 +84,7 @@ class Batch:
         self._bring_gradients([item.grad.data_ptr() for item in items])
 
     def _set_lines(self) -> None:
-        """Where second moments belong to groups of lines: which, and how large they are."""
+        """Point the table to the group of each line and the groups' sizes, for second moments of groups of lines."""
         self._lines: list[Tensor] = []  # kept, because the table points to them
         for i, item in enumerate(self.items):
             form = item.plan.format_of("exp_avg_sq")
@@ -143,7 +143,7 @@ class Batch:
         return not len(places) or bool(loaded().daypack_numbers_are(address(places), address(numbers), count))
 
     def _bring_gradients(self, pointers: list[int]) -> bool:
-        """False if one is not aligned."""
+        """Put the addresses of the gradients into the table, and return whether all are aligned."""
         self.table["grad"] = pointers
         return not (self.table["grad"] % self.item_sizes).any()
 
@@ -234,5 +234,5 @@ class Batch:
 
 
 def _map_of(form: StateFormat | None) -> int:
-    """Address of the tables of a fixed map; 0 where a moment has none."""
+    """Return the address of the tables of a fixed map; 0 where a moment has none."""
     return map_tables(form.codebook)[1] if isinstance(form, BlockQuantized) and form.codebook != "learned" else 0

@@ -17,12 +17,12 @@ from daypack.kernels.native.tables import TYPES
 
 
 def reads(grad: Tensor) -> bool:
-    """Whether `histogram` and `block_scores` can take ``grad``."""
+    """Return whether `histogram` and `block_scores` can take ``grad``."""
     return grad.dtype in TYPES and grad.layout == torch.strided and is_plain(grad)
 
 
 def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
-    """`daypack.calibration.codebook.histogram`; the same numbers."""
+    """Compute the same numbers as `daypack.calibration.codebook.histogram`."""
     counts = torch.zeros(codebook.BINS, dtype=torch.int64, device="cpu")
     sizes = (view.matrices * view.rows, view.cols, max(1, min(block_size, view.cols)))
     loaded().daypack_histogram(
@@ -35,7 +35,7 @@ def histogram(grad: Tensor, view: Geometry, block_size: int) -> Tensor:
 
 
 def block_scores(grad: Tensor, view: Geometry) -> list[float]:
-    """`daypack.calibration.blocks.block_scores`, to about 1e-6."""
+    """Compute `daypack.calibration.blocks.block_scores`, equal to about 1e-6."""
     sizes = np.array(candidates(view.cols), np.int64)
     scores = np.zeros(len(sizes))
     if len(sizes) and grad.numel():
@@ -52,7 +52,7 @@ def block_scores(grad: Tensor, view: Geometry) -> list[float]:
 
 
 def optimal_levels(weights: NDArray[np.float64], levels: int) -> NDArray[np.float64]:
-    """`daypack.calibration.codebook.optimal_levels`; the same bits."""
+    """Compute the same bits as `daypack.calibration.codebook.optimal_levels`."""
     weights, found = np.ascontiguousarray(weights), np.empty(levels)
     count = loaded().daypack_codebook(
         address(weights), ctypes.c_int64(len(weights)), ctypes.c_int64(levels), torch.get_num_threads(), address(found)

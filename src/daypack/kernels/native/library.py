@@ -27,7 +27,7 @@ INTERFACE = 6
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, said once in the log, where the package was built without a compiler."""
+    """Return the compiled kernels, or None (logged once) where the package was built without a compiler."""
     beside = Path(__file__).parents[1] / ("_native.dll" if sys.platform == "win32" else "_native.so")
     path = os.environ.get("DAYPACK_NATIVE", beside)  # another build of it: `make sanitize`
     try:
@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _require_agreement(found: ctypes.CDLL) -> None:
-    """OSError if a library was built for other functions, structs or numbers; it names the first that differs."""
+    """Raise OSError if a library was built for other functions, structs or numbers, naming the first that differs."""
     built, remedy = found.daypack_interface(), "it was built from other sources; install the package again"
     if built != INTERFACE:
         raise OSError(f"interface {built} where {INTERFACE} is wanted: {remedy}")
@@ -55,7 +55,7 @@ def _require_agreement(found: ctypes.CDLL) -> None:
 
 
 def _openmp() -> ctypes.c_void_p | None:
-    """``GOMP_parallel`` of the OpenMP runtime that torch brought along and loaded; None where there is none."""
+    """Return ``GOMP_parallel`` of the OpenMP runtime that torch ships and has loaded; None where there is none."""
     loaded_only = getattr(os, "RTLD_NOLOAD", None)
     for path in () if loaded_only is None else sorted(Path(torch.__file__).parent.glob("lib/lib*omp*.so*")):
         try:
@@ -66,7 +66,7 @@ def _openmp() -> ctypes.c_void_p | None:
 
 
 def cpu() -> str:
-    """The instruction set in use: ``avx512``, ``avx2`` or ``portable``. Set by ``DAYPACK_CPU`` or `use_cpu`."""
+    """Return the instruction set in use: ``avx512``, ``avx2`` or ``portable``. Set by ``DAYPACK_CPU`` or `use_cpu`."""
     return str(loaded().daypack_cpu().decode())
 
 
@@ -81,7 +81,7 @@ def use_cpu(name: str | None) -> None:
 
 
 def loaded() -> ctypes.CDLL:
-    """The compiled kernels; a ValueError where they were not built."""
+    """Return the compiled kernels; raise ValueError where they were not built."""
     found = library()
     if found is None:
         raise ValueError("the native kernels are not built: install the package where a C++ compiler is")
@@ -89,13 +89,13 @@ def loaded() -> ctypes.CDLL:
 
 
 def address(array: NDArray[Any]) -> ctypes.c_void_p:
-    """Where an array's elements stand, for the library."""
+    """Return the address of an array's elements, for the library."""
     return ctypes.c_void_p(array.ctypes.data)
 
 
 @lru_cache(maxsize=64)
 def map_tables(name: str) -> tuple[NDArray[np.uint8], int]:
-    """The library's tables for the fixed map ``name``, and their aligned address within."""
+    """Return the memory that holds the library's tables for the fixed map ``name``, and their aligned address in it."""
     memory = np.zeros(int(loaded().daypack_map_bytes()) + 64, np.uint8)
     place = -(-memory.ctypes.data // 64) * 64
     levels, thresholds = maps.levels(name).numpy(), maps.thresholds(name).numpy()
@@ -105,7 +105,7 @@ def map_tables(name: str) -> tuple[NDArray[np.uint8], int]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the elements stand in memory as the kernels read them."""
+    """Return whether the elements lie in memory as the kernels read them."""
     return (
         tensor.is_cpu
         and tensor.is_contiguous()

@@ -26,7 +26,7 @@ from daypack.rules.sgd import SGD
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Scales of larger blocks are left to the reference: a block's fresh moments wait in a buffer of fixed size.
-LARGEST_BLOCK = 4096
+LARGEST_NATIVE_BLOCK = 4096
 #: What a step returns that found no memory.
 NO_MEMORY = -2
 
@@ -66,7 +66,7 @@ BLOCK_SIZE = "exp_avg_sq_block_size"
 
 
 def block_size(item: ParamStep) -> int:
-    """Elements per scale of coded moments; 1 where none is coded."""
+    """Return the elements per scale of coded moments; 1 where none is coded."""
     sizes = [form.block_size for _, form in item.plan.kept if isinstance(form, BlockQuantized)]
     return max(1, min(sizes[0], item.view.cols)) if sizes else 1
 
@@ -78,14 +78,14 @@ def v_kind(form: StateFormat | None) -> int:
 
 
 def v_block_size(item: ParamStep) -> int:
-    """Columns per block mean; 0 where there are none."""
+    """Return the columns per block mean; 0 where there are none."""
     if not isinstance(item.plan.format_of("exp_avg_sq"), BlockMean):
         return 0
     return int(item.state.get(BLOCK_SIZE, 0)) or default_block_size(item.view.cols)
 
 
 def options_of(whole: Any, translated: Rule, projected: bool) -> tuple[float, ...]:
-    """The fields of `OPTIONS` from a group and a rule; what the rule does not know is 0.
+    """Return the fields of `OPTIONS` from a group and a rule; what the rule does not know is 0.
 
     Args:
         projected: for a stand-in, which does not decay itself.
@@ -119,21 +119,21 @@ def refusal_of_formats(plan: ParamPlan) -> str | None:
     if not fits or (rule == ADAM and v is not None and v.statistics):
         return f"no native kernel for the rule {rule.name} with these moments"
     coded = [form for form in (m, v) if isinstance(form, BlockQuantized)]
-    if any(form.block_size > LARGEST_BLOCK for form in coded) or len({form.block_size for form in coded}) > 1:
-        return f"no native kernel for blocks over {LARGEST_BLOCK} elements, or of different sizes"
+    if any(form.block_size > LARGEST_NATIVE_BLOCK for form in coded) or len({form.block_size for form in coded}) > 1:
+        return f"no native kernel for blocks over {LARGEST_NATIVE_BLOCK} elements, or of different sizes"
     if any(form.codebook == "learned" and (form.rounding != "dithered" or form is v) for form in coded):
         return "no native kernel for learned codes of second moments or without dither"
     return None
 
 
 def description() -> Description:
-    """What is laid out and numbered here, for comparison with what the library was built with."""
+    """Return what is laid out and numbered here, for comparison with what the library was built with."""
     types = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
     numbers = {
         "DaypackType": {types[dtype]: number for dtype, number in TYPES.items()},
         "DaypackSecondMoment": {"OWN": 0, "FACTORED": FACTORED, "BLOCKS": BLOCKS, "ROWS": ROWS, "COLS": COLS},
         "DaypackRule": {rule.name.upper(): number for rule, number in _RULES.items()},
-        "DaypackLimit": {"LARGEST_BLOCK": LARGEST_BLOCK, "NO_MEMORY": NO_MEMORY},
+        "DaypackLimit": {"LARGEST_BLOCK": LARGEST_NATIVE_BLOCK, "NO_MEMORY": NO_MEMORY},
     }
     written = {owner: {name: str(number) for name, number in each.items()} for owner, each in numbers.items()}
     return {"DaypackParam": fields(PARAM), "DaypackOptions": fields(OPTIONS), **written}

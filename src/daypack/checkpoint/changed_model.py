@@ -84,7 +84,7 @@ def transplant(
 
 
 def _places(old: Snapshot, rename: Mapping[str, str]) -> dict[str, str]:
-    """The old name for each name that an old parameter has now.
+    """Map each name that an old parameter has now to its old name.
 
     Raises:
         ValueError: two old parameters get one name, a pattern matches none, or has more stars on the right than on the
@@ -103,7 +103,7 @@ def _places(old: Snapshot, rename: Mapping[str, str]) -> dict[str, str]:
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
-    """``name`` by the first pattern that matches it."""
+    """Return ``name`` as the first pattern that matches it renames it."""
     for pattern, now in rename.items():
         if now.count("*") > pattern.count("*"):
             raise ValueError(f"rename {pattern!r} to {now!r}: the right side has more stars than the left")
@@ -151,7 +151,7 @@ class _Matcher:
 
 
 def grow(old: Tensor, shape: tuple[int, ...], heads: tuple[int, int, int] | None = None) -> Tensor:
-    """The leading corner of ``old`` in a tensor of ``shape`` that is 0 elsewhere.
+    """Return a tensor of ``shape`` with the leading corner of ``old``, and 0 elsewhere.
 
     Args:
         heads: dim, heads before and heads now, where a dim is divided into heads.
@@ -169,7 +169,7 @@ def grow(old: Tensor, shape: tuple[int, ...], heads: tuple[int, int, int] | None
 def _divided(
     old: tuple[int, ...], new: tuple[int, ...], heads: tuple[int, int, int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both shapes, with the dim of heads as two dims: heads, and what belongs to one."""
+    """Return both shapes with the dim of the heads split into two: the heads, and the elements of one."""
     if heads is None:
         return old, new
     dim, before, now = heads

@@ -18,8 +18,8 @@ from daypack.rules.base import Elements, Hyper, Norms
 
 
 def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
-    """RMS over the parameter of the update that a gradient equal to the running mean would make, without the learning
-    rate and without decoupled decay. With Adam and AdamW it is the last update that was made.
+    """Return the RMS, over the parameter, of the update that a gradient equal to the running mean would make, without
+    the learning rate and without decoupled decay. With Adam and AdamW this is the last update made.
 
     Args:
         weights: the parameter, shaped like it.
@@ -33,7 +33,7 @@ def update_rms(form: Form, weights: Tensor | None) -> tuple[float | None, str]:
     if form.faults:
         return None, ""
     if all(at.moment.squares for at in form.kept.values()):
-        return None, "no first moment, by which an update could be told"
+        return None, "there is no first moment to compute an update from"
     if form.rule.measured is not None and weights is None and form.projection is None:
         return None, "an update depends on the weights; give them with --weights"
     group = {"maximize": False, "nesterov": False, "dampening": 0.0, **form.options}
@@ -75,7 +75,7 @@ def _size(form: Form) -> int:
 def _elements(
     form: Form, hyper: Hyper, weights: Tensor | None, norms: Norms | None
 ) -> Iterator[tuple[Chunk, Elements]]:
-    """What the rule sees, a chunk at a time. Low-rank state steps a stand-in of zeros."""
+    """Yield what the rule sees, a chunk at a time. Low-rank state is applied to a stand-in of zeros."""
     numbers = {name: form.numbers(name) for name in form.kept}
     amsgrad = form.state.get(AMSGRAD)
     first = next(name for name, at in form.kept.items() if not at.moment.squares)
@@ -93,22 +93,22 @@ def _elements(
 
 
 def norm(tensor: Tensor) -> float:
-    """Euclidean norm of finite values, in fp64, a chunk of memory at a time."""
+    """Return the Euclidean norm of the finite values, in fp64, without copying the whole tensor."""
     return math.sqrt(sum(float(part.square().sum()) for part in map(finite, pieces(tensor))))
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements, a chunk of memory at a time."""
+    """Return the elements in order, a chunk of memory at a time."""
     flat = tensor.detach().reshape(-1)
     return (flat[start : start + CHUNK_ELEMENTS] for start in range(0, flat.numel(), CHUNK_ELEMENTS))
 
 
 def finite(part: Tensor) -> Tensor:
-    """In fp64, 0 for what is not finite."""
+    """Return ``part`` in fp64, with 0 for values that are not finite."""
     return part.double().nan_to_num(0.0, 0.0, 0.0)
 
 
 def learning_rate(options: Mapping[str, Any]) -> float | None:
-    """``lr`` of a group, which may be a tensor; None if it is no number."""
+    """Return ``lr`` of a group, which may be a tensor; None if it is no number."""
     lr = options.get("lr")
     return float(lr) if isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1) else None

@@ -18,7 +18,7 @@ MAP_ROWS, MAP_COLS = 96, 160
 
 
 @dataclass(frozen=True)
-class Survey:
+class Summary:
     """What a pass found. ``histogram`` and ``grid``: see `daypack.inspection.result.Picture`; None if not wanted."""
 
     norm: float
@@ -29,7 +29,7 @@ class Survey:
     grid: Tensor | None
 
 
-def survey(source: Numbers, root: bool, pictured: bool) -> Survey:
+def summarise(source: Numbers, root: bool, pictured: bool) -> Summary:
     """Measure a moment, a chunk at a time; ``root``: measure its square root, negative values counted as 0."""
     view, total, largest, nonfinite = source.view, 0.0, 0.0, 0
     used = torch.zeros(view.matrices, view.rows, dtype=torch.bool)
@@ -50,11 +50,11 @@ def survey(source: Numbers, root: bool, pictured: bool) -> Survey:
         if pool is not None:
             pool.add(view, chunk, x)
     zero_rows = int((~used).sum()) if cells else 0
-    return Survey(total**0.5, largest, nonfinite, zero_rows, histogram, pool.mean() if pool is not None else None)
+    return Summary(total**0.5, largest, nonfinite, zero_rows, histogram, pool.mean() if pool is not None else None)
 
 
 def _counts(x: Tensor) -> Tensor:
-    """Counts of ``log10 x`` for ``x > 0`` between the edges."""
+    """Count ``log10 x`` of all ``x > 0`` between the edges."""
     places = ((x[x > 0].log10() - LOWEST) * PARTS).floor().long().clamp_(0, len(EDGES) - 2)
     return places.bincount(minlength=len(EDGES) - 1)
 

@@ -50,7 +50,7 @@ def save_file(optimizer: Optimizer, path: str | os.PathLike[str], metadata: Mapp
     path, params = Path(path), _params(optimizer)
     rank, world = sharding.rank_of(params)
 
-    def write(temporary: Path) -> None:  # no file takes its name before all are there
+    def write(temporary: Path) -> None:  # files get their names only when all are written
         _everywhere(params, path, lambda: files.write(temporary, take(optimizer, metadata), rank, world))
 
     if world == 1:
@@ -65,7 +65,7 @@ def save_file(optimizer: Optimizer, path: str | os.PathLike[str], metadata: Mapp
 
 
 def _everywhere(params: Sequence[Tensor], path: Path, act: Callable[[], _T]) -> _T:
-    """What ``act`` returns; where it fails on one rank, all raise: none waits for another that has given up."""
+    """Call ``act`` and return its result. If it fails on one rank, all ranks raise, so that none waits for another."""
     result, error = None, None
     try:
         result = act()
@@ -123,7 +123,9 @@ def publish(snapshot: Snapshot, optimizer: Optimizer) -> None:
 
 
 def state_dict_of(snapshot: Snapshot, optimizer: Optimizer) -> dict[str, Any]:
-    """A snapshot as torch's ``state_dict`` for ``optimizer``; a parameter's state is read when it is looked up."""
+    """Return a snapshot as torch's ``state_dict`` for ``optimizer``; each parameter's state is read when it is looked
+    up.
+    """
     names = [name for _, members in snapshot.groups for name in members]
     keys = {name: key for key, name in enumerate(names)}
     groups = []
@@ -158,7 +160,7 @@ class _LazyState(Mapping[int, dict[str, Any]]):
 
 
 def _local(value: Stored, p: Tensor | None) -> Tensor:
-    """A saved tensor for parameter ``p``: a DTensor of this rank's rows where ``p`` is one, else all of it."""
+    """Return a saved tensor for parameter ``p``: a DTensor of this rank's rows if ``p`` is one, else all of it."""
     if p is None or not (value.follows and sharding.is_distributed(p) and value.shape[0] == p.shape[0]):
         return value.whole()
     (start, stop), _ = sharding.rows_of(p)
@@ -167,7 +169,7 @@ def _local(value: Stored, p: Tensor | None) -> Tensor:
 
 
 def _live_params(snapshot: Snapshot, optimizer: Optimizer, keys: Mapping[str, int]) -> dict[int, Tensor]:
-    """The live parameter for each saved one: by name where both sides have names, else by place."""
+    """Return the live parameter for each saved one: by name where both sides have names, else by position."""
     names, named = names_of(optimizer)
     live = {
         plain_name(name): p
@@ -206,7 +208,7 @@ def _check_class(optimizer: Optimizer, snapshot: Snapshot, path: Path) -> None:
 
 
 def torch_class(optimizer: Optimizer) -> type[Optimizer]:
-    """Which of torch's classes that are known here ``optimizer`` is."""
+    """Return which of the known classes of torch ``optimizer`` is."""
     for cls in TORCH_STATE:
         if isinstance(optimizer, cls):
             return cls
@@ -215,7 +217,7 @@ def torch_class(optimizer: Optimizer) -> type[Optimizer]:
 
 
 def _checked(content: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """``content`` for one of torch's classes, which check nothing themselves: everything read, copied and found right.
+    """Return ``content``, read, copied and checked, for one of torch's classes, which do not check what they load.
 
     Raises:
         ValueError: groups, options, or the state of a parameter do not fit.

@@ -41,7 +41,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            # Models ask such questions to take a short cut where a mask masks nothing; that is what is planned for.
+            # Models ask this to take a shorter path where a mask masks nothing; the plan assumes that path.
             return True
         result = func(*args, **(kwargs or {}))
         self.note(value for value in tree_leaves(result) if isinstance(value, Tensor))

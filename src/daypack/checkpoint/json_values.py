@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 #: The dtypes that a file may name, by name.
-DTYPES: dict[str, torch.dtype] = {
+FILE_DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -23,7 +23,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of `name_of`, for whatever dtype a parameter may have."""
+    """Return the dtype that `name_of` wrote, whatever dtype it is."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r:.40}")
@@ -31,7 +31,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def encode(value: Any, what: str) -> Any:
-    """``value`` in JSON; objects with one key stand for what JSON has no word for.
+    """Return ``value`` as JSON; an object with one key stands for what JSON has no type for.
 
     Raises:
         ValueError: ``value`` is none of a number, bool, string, None, 0-dim tensor, or a list, tuple or dict of these.
@@ -40,7 +40,7 @@ def encode(value: Any, what: str) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, Tensor) and value.dim() == 0 and name_of(value.dtype) in DTYPES:
+    if isinstance(value, Tensor) and value.dim() == 0 and name_of(value.dtype) in FILE_DTYPES:
         return {name_of(value.dtype): encode(value.item(), what)}
     if isinstance(value, list):
         return [encode(each, what) for each in value]
@@ -52,7 +52,7 @@ def encode(value: Any, what: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`.
+    """Invert `encode`.
 
     Raises:
         ValueError: not what `encode` returns.
@@ -69,6 +69,6 @@ def decode(value: Any) -> Any:
             return tuple(map(decode, content))
         if kind == "dict" and isinstance(content, dict):
             return {key: decode(each) for key, each in content.items()}
-        if kind in DTYPES and isinstance(decode(content), (bool, int, float)):
-            return torch.tensor(decode(content), dtype=DTYPES[kind])
+        if kind in FILE_DTYPES and isinstance(decode(content), (bool, int, float)):
+            return torch.tensor(decode(content), dtype=FILE_DTYPES[kind])
     raise ValueError(f"not a value: {value!r:.60}")

@@ -20,7 +20,7 @@ OPTIMIZER_CLASS = "optimizer_class"
 
 
 def is_safetensors(path: Path) -> bool:
-    """A safetensors file begins with the length of its header, then the header, an object in JSON."""
+    """Return whether a file is safetensors: it begins with the length of its header, then the header in JSON."""
     with path.open("rb") as file:
         front = file.read(9)
     return len(front) < 9 or front[8:] == b"{"
@@ -63,7 +63,7 @@ def torch_load(path: Path) -> Any:
 
 
 def weights_in(content: Any) -> Mapping[str, Tensor]:
-    """The weights in what a file holds beside an optimizer's state, under one of their usual names; empty if none."""
+    """Return the weights in a training checkpoint, from under one of their usual names; empty if there are none."""
     for key in ("model", "model_state_dict", "state_dict"):
         held = content.get(key) if isinstance(content, Mapping) else None
         if isinstance(held, Mapping) and held and all(isinstance(value, Tensor) for value in held.values()):
@@ -84,7 +84,7 @@ def class_in(content: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def damage(path: Path) -> str | None:
+def file_damage(path: Path) -> str | None:
     """Say what is wrong with a file of ``torch.save`` by its checksums, which ``torch.load`` ignores; None: nothing."""
     if not zipfile.is_zipfile(path):
         return None  # torch's old format has no checksums
@@ -97,8 +97,8 @@ def damage(path: Path) -> str | None:
 
 
 def read_weights(path: Path) -> Mapping[str, Tensor]:
-    """The weights of a model by name: a safetensors file, or what ``torch.save`` made of a model's ``state_dict()``,
-    by itself or within a training checkpoint. Tensors are read when they are used.
+    """Return the weights of a model by name, from a safetensors file or from what ``torch.save`` made of a model's
+    ``state_dict()``, by itself or within a training checkpoint. Tensors are read when they are used.
 
     Raises:
         ValueError: missing, damaged, or neither.
