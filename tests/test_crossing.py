@@ -5,6 +5,7 @@ What each moment is a mean of stands here once more, apart from the rules, and w
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import daypack
+from daypack.inspection.page import render_inspection
+from daypack.inspection.table import diff_table, inspection_table
 from daypack.optim.registry import REGISTRY
 from daypack.planner.state import state_bytes
 
@@ -119,6 +122,19 @@ def test_inspect(name: str) -> None:
         assert (each.update is None) == bool(each.note), each
         assert each.update is None or 0 < each.update < 100
     assert name in ("lamb", "adafactor") or all(each.update for each in found.params)
+    _shown(found, name)
+
+
+def _shown(found: Any, name: str) -> None:
+    """Table, JSON and page have every moment."""
+    table, _ = inspection_table(found.params, lambda _: True)
+    titles = {str(column.header) for column in table.columns}
+    symbols = {moment.symbol for each in found.params for moment in each.moments}
+    assert {f"|{symbol}|" for symbol in symbols} <= titles
+    assert json.loads(json.dumps(found.to_dict()))["optimizer"] == found.optimizer
+    page = render_inspection(found)
+    matrices = (moment for each in found.params for moment in each.moments if moment.rows > 1)  # those have maps
+    assert all(moment.title in page for moment in matrices), name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,6 +144,7 @@ def test_diff(name: str) -> None:
     step(other, params, STEPS)
     found = daypack.diff_states(optimizer, other)
     assert not found.equal
+    assert len(diff_table(found).columns) == 3 + 2 * len(means_of(name) | means_of(name, "vector"))
     for each in found.params:
         assert not each.identical, each
         assert not each.note, each

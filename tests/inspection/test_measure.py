@@ -57,7 +57,9 @@ def test_bytes_are_those_of_the_live_state(case: Case, dtype: torch.dtype, tmp_p
         assert found.total.bytes == sum(found.components.values()) == daypack.state_report(optimizer).total_bytes
         assert found.total.bytes == sum(total.bytes for total in found.by_role.values())
         assert found.total.bytes == sum(total.bytes for total in found.by_format.values())
-        assert found.warnings == (), found.warnings
+        # What ADOPT averages is clipped: after few steps many elements share the largest value.
+        expected = {"saturated"} if case.spec.name == "adopt" else set()
+        assert {warning.kind for warning in found.warnings} <= expected, found.warnings
         assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["total"]["bytes"] == found.total.bytes
 
 
@@ -71,10 +73,12 @@ def test_norms_are_those_of_the_stored_tensors(case: Case, dtype: torch.dtype) -
         state, stats = optimizer.state.get(p, {}), found[name]
         assert stats.step == (int(state["step"]) if "step" in state else None)
         kept = {each.moment for each in stats.moments}
-        assert kept == {m for m in ("exp_avg", "exp_avg_sq") if any(_of(key, m) for key in state)}, name
+        names = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
+        assert kept == {m for m in names if any(_of(key, m) for key in state)}, name
         for each in stats.moments:
-            if each.moment == "exp_avg":
-                wanted = first_norm(state, signed)
+            if not each.squares:
+                slow = each.moment == "exp_avg_slow"
+                wanted = first_norm(_under_the_usual_name(state) if slow else state, signed)
             else:
                 view = geometry(tuple(p.shape))
                 wanted = second_norm(state, each.elements, view.matrices * view.rows, unsigned)
@@ -85,8 +89,13 @@ def test_norms_are_those_of_the_stored_tensors(case: Case, dtype: torch.dtype) -
 def _of(key: str, moment: str) -> bool:
     """Whether a state key is of a moment."""
     if moment == "exp_avg":
-        return (key.startswith("exp_avg") and not key.startswith("exp_avg_sq")) or key == "momentum_buffer"
-    return key.startswith("exp_avg_sq")
+        others = ("exp_avg_sq", "exp_avg_slow")
+        return (key.startswith("exp_avg") and not key.startswith(others)) or key == "momentum_buffer"
+    return key.startswith(moment)
+
+
+def _under_the_usual_name(state: dict[str, Any]) -> dict[str, Any]:
+    return {"exp_avg" + k.removeprefix("exp_avg_slow"): v for k, v in state.items() if k.startswith("exp_avg_slow")}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.label != "plain"], ids=str)
@@ -109,7 +118,9 @@ def test_the_update_is_the_last_one_that_was_made(case: Case) -> None:
         coded = "8-bit" in stats.format or "mean" in stats.format
         exact = not coded and case.spec.name not in ("lamb", "adafactor")  # those depend on the weights before the step
         assert stats.update is not None, (name, stats.note)
-        assert lr * stats.update == pytest.approx(moved, rel=1e-6 if exact else 0.03), (name, stats.format)
+        # Muon's last step looked ahead by its last gradient; what is told is the update that the momentum stands for.
+        near = 0.25 if case.spec.name == "muon" else 1e-6 if exact else 0.03
+        assert lr * stats.update == pytest.approx(moved, rel=near), (name, stats.format)
         assert stats.weight == pytest.approx(float(p.detach().square().mean().sqrt()), rel=1e-9)
         assert stats.ratio == pytest.approx(lr * stats.update / stats.weight)
 

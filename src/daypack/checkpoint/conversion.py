@@ -25,9 +25,9 @@ from daypack.optim.registry import REGISTRY, create
 from daypack.param import ParamPlan
 from daypack.rules.base import Meaning
 
-#: Steps that the moments of a parameter with new elements count for, where a second moment divides. All elements share
-#: one step: few make a zero moment nearly what a fresh optimizer starts from, and let new gradients soon outweigh the
-#: ones of the old model. 10 is what a first moment with a decay of 0.9 remembers (docs/resume.md has the figures).
+#: Largest step count that a parameter with new elements keeps, where a second moment divides. All its elements
+#: share one count: with a low one, a zero moment is nearly what a fresh optimizer starts from, and new gradients soon
+#: outweigh those of the old model. 10 steps are what a first moment with a decay of 0.9 remembers (docs/resume.md).
 HISTORY = 10
 _UNSTEPPED = "it was never stepped"
 #: Options that mean the same wherever a constructor has them. All others keep the new optimizer's defaults.

@@ -178,7 +178,7 @@ def write(
     """Store a moment in ``state``.
 
     Args:
-        found: what its format has learned together with others; it learns by itself what it learns alone.
+        found: what its format has learned together with others; None: it learns from this moment alone.
 
     Returns:
         The error of what is stored relative to ``source`` (2-norms).

@@ -15,7 +15,7 @@ class Carried:
 
     Attributes:
         param: the parameter's name; of one that is only in the source, the source's.
-        moment: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"state"`` (all of it).
+        moment: its name in the state, such as ``"exp_avg"``, or ``"state"`` (all of it).
         outcome: ``"exact"``: the same numbers, stored alike; ``"expanded"``: the same numbers, from a compressed form
             into a plain one; ``"requantised"``: rounded or averaged anew; ``"grown"``: kept where the old parameter
             was, started elsewhere; ``"cut"``: kept where the new parameter is, the rest dropped; ``"new"``: started;

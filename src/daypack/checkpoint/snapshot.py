@@ -126,7 +126,7 @@ def take(optimizer: Optimizer, metadata: Mapping[str, str] | None = None) -> Sna
     """Return the state of a live optimizer. Nothing is copied: it changes with the next step.
 
     Raises:
-        ValueError: the state holds something that is no tensor and no number.
+        ValueError: the state holds something that is neither a tensor nor a number.
     """
     packed, (names, named) = optimizer.state_dict(), names_of(optimizer)
     groups, params = [], {}

@@ -16,7 +16,7 @@ SHORT_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf
 
 @dataclass(frozen=True)
 class Dense(StateFormat):
-    """4 bytes per element. Used for vectors (norms, biases): sharing their statistics would force a lower learning rate."""
+    """4 bytes per element. Used for vectors (norms, biases), where shared statistics would limit the learning rate."""
 
     def components(self, view: Geometry, dtype: torch.dtype) -> tuple[ComponentSpec, ...]:
         return (ComponentSpec("", view.shape, accumulator(dtype)),)

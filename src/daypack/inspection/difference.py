@@ -24,12 +24,14 @@ class MomentDiff:
     """A moment that both states keep, decoded.
 
     Attributes:
-        moment: ``"exp_avg"`` or ``"exp_avg_sq"``.
+        moment: its name in the state, such as ``"exp_avg"``.
+        symbol: a few characters for it.
         distance: ``|a - b| / max(|a|, |b|)`` (Euclidean norms, finite elements), 0 .. 2; 0 where both are 0.
         cosine: of the angle between them; None where one is 0.
     """
 
     moment: str
+    symbol: str
     distance: float
     cosine: float | None
 
@@ -234,7 +236,7 @@ def _distance(moment: str, a: Form, b: Form) -> MomentDiff:
         aa, bb, ab = aa + float(x.square().sum()), bb + float(y.square().sum()), ab + float((x * y).sum())
     largest, product = max(aa, bb) ** 0.5, aa**0.5 * bb**0.5
     cosine = max(-1.0, min(1.0, ab / product)) if product else None
-    return MomentDiff(moment, off**0.5 / largest if largest else 0.0, cosine)
+    return MomentDiff(moment, a.kept[moment].moment.symbol, off**0.5 / largest if largest else 0.0, cosine)
 
 
 def _options(a: Mapping[str, Any], b: Mapping[str, Any], alike: bool) -> dict[str, tuple[Any, Any]]:

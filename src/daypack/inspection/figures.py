@@ -18,15 +18,12 @@ from daypack.inspection.result import ParamStats, Picture
 from daypack.inspection.summary import EDGES
 from daypack.presentation.figure import Theme, style
 
-#: Names of the moments for people: of the second one the root is drawn.
-TITLES = {"exp_avg": "first moment", "exp_avg_sq": "root of the second moment"}
-
 
 @dataclass(frozen=True)
 class Book:
     """A codebook and how often its levels are used by all moments that share it."""
 
-    moment: str
+    title: str
     format: str
     levels: Tensor
     codes: Tensor
@@ -55,12 +52,12 @@ def draw_histograms(drawn: Mapping[str, Mapping[str, Tensor]], theme: Theme, wid
     figure, panels = _panels(len(drawn), theme, wide)
     used = np.flatnonzero(np.sum([counts.numpy() for roles in drawn.values() for counts in roles.values()], axis=0))
     roles = list(dict.fromkeys(role for each in drawn.values() for role in each))
-    for axes, (moment, counts) in zip(panels, drawn.items(), strict=True):
+    for axes, (title, counts) in zip(panels, drawn.items(), strict=True):
         for role, histogram in counts.items():
             share = histogram.numpy() / int(histogram.sum())
             colour = theme.lines[roles.index(role) % len(theme.lines)]
             axes.stairs(100 * share, np.asarray(EDGES), color=colour, linewidth=1.6, label=role)
-        axes.set_title(f"{TITLES[moment]}, % of elements")
+        axes.set_title(f"{title}, % of elements")
         axes.set_xlim(EDGES[used[0]] - 0.5, EDGES[used[-1] + 1] + 0.5)
         axes.legend(frameon=False, labelcolor=theme.text, fontsize=8)
         style(axes, theme, "log10 of the magnitude")
@@ -78,7 +75,7 @@ def books(params: Sequence[ParamStats]) -> list[Book]:
             key = each.moment, picture.levels.numpy().tobytes()
             old = found.get(key)
             codes = picture.codes if old is None else old.codes + picture.codes
-            found[key] = Book(each.moment, each.format, picture.levels, codes, 1 if old is None else old.params + 1)
+            found[key] = Book(each.title, each.format, picture.levels, codes, 1 if old is None else old.params + 1)
     return list(found.values())
 
 

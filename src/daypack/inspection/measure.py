@@ -118,6 +118,9 @@ def _moment(form: Form, moment: str, pictures: bool) -> MomentStats:
     found = summarise(numbers, at.moment.squares, pictures)
     result = MomentStats(
         moment=moment,
+        title=at.moment.title,
+        symbol=f"√{at.moment.symbol}" if at.moment.squares else at.moment.symbol,
+        squares=at.moment.squares,
         format=form.label(moment),
         elements=view.matrices * view.rows * view.cols,
         norm=found.norm,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from daypack.inspection import figures
-from daypack.inspection.result import ParamStats, StateInspection
+from daypack.inspection.result import MomentStats, ParamStats, StateInspection
 from daypack.inspection.table import columns_for, shape_text
 from daypack.optim.size import ADAMW_BYTES
 from daypack.presentation.figure import DARK, LIGHT
@@ -87,8 +87,14 @@ def _bars(sizes: Mapping[str, int], whole: int) -> list[dict[str, Any]]:
     ]
 
 
+def drawn_title(moment: MomentStats) -> str:
+    """Return words for what is drawn of a moment."""
+    return f"root of the {moment.title}" if moment.squares else moment.title
+
+
 def _histograms(params: Sequence[ParamStats]) -> dict[str, str] | None:
-    drawn = {moment: counts for moment in figures.TITLES if (counts := figures.histograms(params, moment))}
+    moments = {each.moment: drawn_title(each) for param in params for each in param.moments}
+    drawn = {title: counts for name, title in moments.items() if (counts := figures.histograms(params, name))}
     if not drawn:
         return None
     return pictures(lambda theme, wide: figures.draw_histograms(drawn, theme, wide))
@@ -97,7 +103,7 @@ def _histograms(params: Sequence[ParamStats]) -> dict[str, str] | None:
 def _books(params: Sequence[ParamStats]) -> list[dict[str, Any]]:
     return [
         {
-            "title": f"Codebook of the {'first' if book.moment == 'exp_avg' else 'second'} moment ({book.format})",
+            "title": f"Codebook of the {book.title} ({book.format})",
             "picture": pictures(partial(figures.draw_book, book)),
             "text": f"All {int(book.codes.sum()):,} codes of {book.params} parameters with these levels; "
             f"{int((book.codes == 0).sum())} of the 256 levels are not used.",
@@ -114,10 +120,9 @@ def _maps(params: Sequence[ParamStats]) -> list[dict[str, Any]]:
         for each in param.moments:
             picture = each.picture
             if picture is not None and picture.scales is not None:
-                which = "first" if each.moment == "exp_avg" else "second"
-                grids.append((f"scales of the {which} moment", picture.scales))
+                grids.append((f"scales of the {each.title}", picture.scales))
             elif picture is not None and picture.grid is not None:
-                grids.append((figures.TITLES[each.moment], picture.grid))
+                grids.append((drawn_title(each), picture.grid))
         if grids:
             found.append((param, grids))
     return [_card(param, grids) if place < SHOWN_MAPS else {} for place, (param, grids) in enumerate(found)]

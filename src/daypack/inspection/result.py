@@ -40,7 +40,10 @@ class MomentStats:
     """One moment of one parameter. Norms are those of finite values; of the second moment, those of its root.
 
     Attributes:
-        moment: ``"exp_avg"`` or ``"exp_avg_sq"``.
+        moment: its name in the state, such as ``"exp_avg"``.
+        title: words for it.
+        symbol: a few characters for it, of the root of a mean of squares.
+        squares: whether it is a mean of squares, whose root is measured.
         format: how it is stored.
         elements: decoded ones; with a low-rank projection those of the low shape.
         norm: Euclidean norm.
@@ -57,6 +60,9 @@ class MomentStats:
     """
 
     moment: str
+    title: str
+    symbol: str
+    squares: bool
     format: str
     elements: int
     norm: float
@@ -148,7 +154,8 @@ class ParamStats:
     @property
     def stalled(self) -> int:
         """Rows whose first moment is 0 though their second is not: gradients came, and come no more."""
-        first, second = self.moment("exp_avg"), self.moment("exp_avg_sq")
+        first = next((each for each in self.moments if not each.squares), None)
+        second = next((each for each in self.moments if each.squares), None)
         return max(0, first.zero_rows - second.zero_rows) if first and second and self.step != 0 else 0
 
 
@@ -297,8 +304,7 @@ def _warnings(param: ParamStats) -> Iterable[Warn]:
         yield warn("damaged", fault)
     last = param.moments[-1] if param.moments else None
     if last is not None and param.unused and not any(key.startswith(last.moment) for key in param.nonfinite):
-        what = "second moment" if last.moment == "exp_avg_sq" else "first moment"
-        yield warn("dead", f"the {what} is 0 in {_of(param.unused, last.rows, 'row')}: no gradient reached them")
+        yield warn("dead", f"the {last.title} is 0 in {_of(param.unused, last.rows, 'row')}: no gradient reached them")
     if param.stalled:
         rows = param.moments[0].rows
         yield warn("stalled", f"the first moment is 0 in {_of(param.stalled, rows, 'row')} whose second moment is not")

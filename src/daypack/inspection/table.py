@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from daypack.inspection.difference import ParamDiff, StateDiff
-from daypack.inspection.result import MomentStats, ParamStats, StateInspection, Total
+from daypack.inspection.result import ParamStats, StateInspection, Total
 
 #: Warnings that are shown; JSON and page have all.
 SHOWN = 40
@@ -19,8 +19,8 @@ SORTS: Mapping[str, tuple[Callable[[ParamStats], float | str], bool]] = {
     "bytes": (lambda p: p.total_bytes, True),
     "bytes-per-param": (lambda p: p.bytes_per_param, True),
     "step": (lambda p: p.step or 0, True),
-    "first": (lambda p: _norm(p, "exp_avg"), True),
-    "second": (lambda p: _norm(p, "exp_avg_sq"), True),
+    "first": (lambda p: _norm(p, squares=False), True),
+    "second": (lambda p: _norm(p, squares=True), True),
     "update": (lambda p: p.update or 0.0, True),
     "ratio": (lambda p: p.ratio or 0.0, True),
     "error": (lambda p: p.error or 0.0, True),
@@ -28,9 +28,8 @@ SORTS: Mapping[str, tuple[Callable[[ParamStats], float | str], bool]] = {
 }
 
 
-def _norm(param: ParamStats, moment: str) -> float:
-    found = param.moment(moment)
-    return found.norm if found else 0.0
+def _norm(param: ParamStats, squares: bool) -> float:
+    return next((each.norm for each in param.moments if each.squares == squares), 0.0)
 
 
 def sorted_params(params: Sequence[ParamStats], by: str | None) -> list[ParamStats]:
@@ -54,12 +53,10 @@ def percent(value: float | None) -> str:
     return "" if value is None else "exact" if value == 0 else f"{value:.2%}"
 
 
-def _moment(value: MomentStats | None) -> str:
-    return "" if value is None else f"{value.norm:.3g}"
-
-
-#: Columns: title, how they are aligned, and the cell of a parameter.
-COLUMNS: tuple[tuple[str, bool, Callable[[ParamStats], str]], ...] = (
+#: A column: title, whether it is aligned to the right, and the cell of a parameter.
+Column = tuple[str, bool, Callable[[ParamStats], str]]
+#: Columns before those of the moments.
+COLUMNS: tuple[Column, ...] = (
     ("parameter", False, lambda p: p.name),
     ("shape", False, lambda p: shape_text(p.shape)),
     ("role", False, lambda p: p.role),
@@ -68,8 +65,9 @@ COLUMNS: tuple[tuple[str, bool, Callable[[ParamStats], str]], ...] = (
     ("bytes", True, lambda p: f"{p.total_bytes:,}"),
     ("B/param", True, lambda p: f"{p.bytes_per_param:.3f}"),
     ("step", True, lambda p: number(p.step, ",")),
-    ("|m|", True, lambda p: _moment(p.moment("exp_avg"))),
-    ("|√v|", True, lambda p: _moment(p.moment("exp_avg_sq"))),
+)
+#: Columns behind them.
+FURTHER_COLUMNS: tuple[Column, ...] = (
     ("error", True, lambda p: percent(p.error)),
     ("update\nRMS", True, lambda p: number(p.update)),
     ("lr update\n/ weight", True, lambda p: number(p.ratio, ".2g")),
@@ -80,25 +78,37 @@ COLUMNS: tuple[tuple[str, bool, Callable[[ParamStats], str]], ...] = (
 _OPTIONAL = ("lr update\n/ weight", "dead\nrows", "not\nfinite", "error", "update\nRMS")
 
 
-#: Which columns go first where a terminal is too narrow.
-_DROPPED = ("rule", "bytes", "role", "step", "update\nRMS", "error", "stored as", "|√v|", "|m|")
+#: Which columns go first where a terminal is too narrow; those of the moments follow.
+_DROPPED = ("rule", "bytes", "role", "step", "update\nRMS", "error", "stored as")
 
 
-def columns_for(params: Sequence[ParamStats]) -> list[tuple[str, bool, Callable[[ParamStats], str]]]:
+def columns_for(params: Sequence[ParamStats]) -> list[Column]:
     """Choose the columns that tell something about ``params``."""
     rules = {param.rule for param in params}
     return [
         column
-        for column in COLUMNS
+        for column in (*COLUMNS, *_moment_columns(params), *FURTHER_COLUMNS)
         if not (column[0] == "rule" and len(rules) == 1)
         and not (column[0] in _OPTIONAL and not any(column[2](param) for param in params))
     ]
 
 
+def _moment_columns(params: Sequence[ParamStats]) -> list[Column]:
+    """Make a column of norms for each moment that any parameter keeps."""
+
+    def column(name: str, symbol: str) -> Column:
+        return f"|{symbol}|", True, lambda p: number(each.norm) if (each := p.moment(name)) else ""
+
+    found = {each.moment: each for param in params for each in param.moments}
+    ordered = sorted(found.values(), key=lambda each: each.squares)  # as one thinks of them: m before v
+    return [column(each.moment, each.symbol) for each in ordered]
+
+
 def inspection_table(params: Sequence[ParamStats], fits: Callable[[Table], bool]) -> tuple[Table, tuple[str, ...]]:
     """Make a table of one row per parameter. Returns it, and the titles of columns dropped until it ``fits``."""
     shown, dropped = columns_for(params), list[str]()
-    for title in (None, *_DROPPED):
+    moments = [title for title, *_ in reversed(_moment_columns(params))]
+    for title in (None, *_DROPPED, *moments):
         if title is not None and any(column[0] == title for column in shown):
             shown = [column for column in shown if column[0] != title]
             dropped.append(title.replace("\n", " "))
@@ -134,16 +144,18 @@ def warning_lines(inspection: StateInspection) -> Iterator[str]:
 
 def diff_table(diff: StateDiff) -> Table:
     """Make a table of one row per parameter that is not the same in both."""
-    rows = (_diff_row(param) for param in diff.params if not param.equal)
-    titles = ("m: |a-b|/max", "cosine", "v: |a-b|/max", "cosine", "bits")
-    return _table([("parameter", False), ("changed", False), *((title, True) for title in titles)], rows)
+    differing = [param for param in diff.params if not param.equal]
+    symbols = {each.moment: each.symbol for param in differing for each in param.moments}
+    titles = [title for symbol in symbols.values() for title in (f"{symbol}: |a-b|/max", "cosine")]
+    columns = [("parameter", False), ("changed", False), *((title, True) for title in (*titles, "bits"))]
+    return _table(columns, (_diff_row(param, symbols) for param in differing))
 
 
-def _diff_row(param: ParamDiff) -> list[str]:
-    cells = []
-    for name in ("exp_avg", "exp_avg_sq"):
-        found = next((each for each in param.moments if each.moment == name), None)
-        cells += [number(found.distance, ".3g"), number(found.cosine, ".6f")] if found else ["", ""]
+def _diff_row(param: ParamDiff, moments: Iterable[str]) -> list[str]:
+    cells, found = list[str](), {each.moment: each for each in param.moments}
+    for name in moments:
+        each = found.get(name)
+        cells += [number(each.distance, ".3g"), number(each.cosine, ".6f")] if each else ["", ""]
     changed = [what[:-1] for what in param.changes] + list(param.options)
     note = [param.note] if param.note and "shapes" not in param.changes else []
     return [param.name, ", ".join([*changed, *note]), *cells, "same" if param.identical else "differ"]

@@ -64,7 +64,7 @@ class Places:
         self._look = _looker(handles, library) if handles is not None else lambda: [x.data_ptr() for x in tensors]
         self._seen = self._look()
         if handles is not None:
-            # Handles are references: torch takes them back as tensors that nobody keeps.
+            # Handles own references. To free them, torch turns them back into tensors, which are dropped at once.
             weakref.finalize(self, torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs, handles).atexit = False
 
     def hold(self, values: Sequence[object]) -> bool:

@@ -47,7 +47,7 @@ class Ranks:
 
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block)
-            # The root's default leaves weights unsharded after an evaluation; the next step would then use outdated ones.
+            # The root's default leaves weights unsharded after an evaluation; the next step would use outdated ones.
             fully_shard(model, reshard_after_forward=True)
         loss: Callable[..., Tensor] = model.loss  # type: ignore[assignment]
         return loss

@@ -1,4 +1,4 @@
-"""An optimizer inside another: what GaLore steps its stand-ins with, and Muon all that is no hidden matrix."""
+"""An optimizer inside another: GaLore uses it for its stand-ins, Muon for everything but hidden matrices."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Muon(CompressedOptimizer):
             of AdamW, serve all parameters; ``"original"`` is Jordan's ``sqrt(max(1, rows / cols))``, and wants a group
             of its own for each of the two rates.
         ns_dtype: in which Newton-Schulz runs: ``"bfloat16"``, as published, or ``"float32"``; of fp64 parameters fp64.
-        beside: name of the optimizer for all that is no hidden matrix.
+        beside: name of the optimizer for everything but hidden matrices.
         beside_options: its options beside lr, weight_decay and maximize, such as ``{"betas": (0.9, 0.95)}``.
         beside_names: patterns of names of further parameters for ``beside``, such as ``("lm_head.*",)``; what a model
             says is appended.

@@ -44,7 +44,7 @@ def damage(
     """List what is wrong with the values of state whose keys, shapes and dtypes fit.
 
     Args:
-        kept: moment, key and format of each part; no moment for what is none (the basis of a projection).
+        kept: moment, key and format of each part; the moment is None for the basis of a projection.
     """
     found = (form.fault(dict(state), key, view, moment is not None and moment.squares) for moment, key, form in kept)
     return [text for text in found if text]

@@ -13,9 +13,9 @@ BASELINE = "adamw"
 def recommend(plan: MemoryPlan) -> MemoryPlan:
     """Return ``plan`` with a recommendation.
 
-    AdamW where it fits, if need be with ``fused=True``: nothing is gained by compressing what is not scarce. Else, of
-    those that keep both of AdamW's moments, the one that leaves most room; else the one with the least state that is
-    not none; else one without state.
+    AdamW if it fits, if need be with ``fused=True``: compressing gains nothing where memory is not scarce. Else, of
+    those that keep both of AdamW's moments, the one that leaves most room; else the one with the least state, but
+    some; else one without state.
     """
     rows = plan.planned
     if not rows:

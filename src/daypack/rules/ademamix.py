@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 from torch import Tensor
@@ -63,9 +64,10 @@ def _direction(x: Elements) -> Tensor:
     return fast.add_(x.new("exp_avg_slow"), alpha=weight).div_(denominator)
 
 
+_SLOW = replace(mean_of_gradients("exp_avg_slow", _beta3, _scale), title="slow first moment", symbol="s")
 ADEMAMIX = Rule(
     "ademamix",
-    (mean_of_gradients(), mean_of_gradients("exp_avg_slow", _beta3, _scale), mean_of_squares()),
+    (mean_of_gradients(), _SLOW, mean_of_squares()),
     _direction,
     decoupled,
     (*ADAMW_OPTIONS, "alpha", "alpha_warmup", "beta3_warmup"),

@@ -155,6 +155,8 @@ class Moment:
         observed: what the average is taken of; None: ``g^2``.
         late: the direction reads the moment from before the step: statistics are brought up to date after it.
         squares: a mean of squares: never negative, and what the direction is divided by the root of.
+        title: words for it, for people.
+        symbol: a few characters for it, for tables.
         alone: it advances from its own old value and the gradient only, so a sample of elements can be computed.
     """
 
@@ -165,6 +167,8 @@ class Moment:
     observed: Callable[[Elements], Tensor] | None = None
     late: bool = False
     squares: bool = False
+    title: str = "first moment"
+    symbol: str = "m"
     alone: bool = True
 
 
@@ -191,7 +195,9 @@ def mean_of_squares(
         decay = beta(x.hyper)
         return (x.old(name) * decay).addcmul_(x.g, x.g, value=1 - decay)
 
-    return Moment(name, advance, Meaning("g^2", scale or bias_corrected(1)), beta, late=late, squares=True)
+    return Moment(
+        name, advance, Meaning("g^2", scale or bias_corrected(1)), beta, None, late, True, "second moment", "v"
+    )
 
 
 @dataclass(frozen=True)
