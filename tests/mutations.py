@@ -4,7 +4,7 @@
 
 A fault is a replacement that must match exactly once, so that it fails loudly when the source has changed. The copy
 comes first on PYTHONPATH. Each fault is caught if one of its tests fails; without a fault all of them must pass. Takes
-about four minutes on two cores. Faults of what native kernels do by themselves are not seeded: those are compared with
+about three minutes. Faults of what native kernels do by themselves are not seeded: those are compared with
 the reference, which is mutated here.
 """
 
@@ -39,6 +39,7 @@ MATH, LOAD, FORMATS = (
     "tests/formats/test_block_quantized.py",
 )
 RANKS = "tests/distributed/test_step.py::test_equals_one_process"
+GROUPS = "tests/distributed/test_step.py::test_shards_of_several_process_groups_equal_one_process"
 FAULTS = [
     # ------------------------------------------------------------------ step
     Fault(
@@ -99,6 +100,20 @@ FAULTS = [
         "torch.split(sums[i][_FLAGS:]",
         "torch.split(entries[i][_FLAGS:]",
         RANKS,
+    ),
+    Fault(
+        "sums stop at the first process group",
+        "sharding.py",
+        "    for group in groups:\n",
+        "    for group in groups[:1]:\n",
+        GROUPS,
+    ),
+    Fault(
+        "only one set of process groups is added up",
+        "sharding.py",
+        "in self._members.items():",
+        "in [*self._members.items()][:1]:",
+        GROUPS,
     ),
 ]
 

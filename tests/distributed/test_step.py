@@ -77,11 +77,13 @@ def equal_to_one_process(
     variant: dict[str, Any], dtype: torch.dtype, kind: str, kernel: Literal["native", "reference"] = "reference"
 ) -> None:
     alone = parameters(dtype)
-    if kind == "hybrid":
-        on, placements = init_device_mesh("cpu", (2, 2)), (Replicate(), Shard(0))
+    if kind == "sharded":
+        together = sharded(alone, mesh())
     else:
-        on, placements = mesh(), (Shard(0),)
-    together = sharded(alone, on, placements)
+        grid = init_device_mesh("cpu", (2, 2))
+        together = sharded(alone, grid, (Shard(0) if kind == "nested" else Replicate(), Shard(0)))
+        if kind == "both":  # every other parameter over all ranks
+            together |= sharded({name: alone[name] for name in list(alone)[::2]}, mesh())
     ours, theirs = create(together, **variant), create(alone, **variant)
     rank, world = dist.get_rank(), dist.get_world_size()
     with warnings.catch_warnings():
@@ -89,7 +91,7 @@ def equal_to_one_process(
         for step in range(5):
             set_gradients(together, step, eventful)
             set_gradients(alone, step, eventful)
-            if step == 3 and kind != "hybrid":
+            if step == 3 and kind == "sharded":
                 # Only the last rank has a gradient of this parameter: the others' parts count as zeros.
                 part = whole(together["matrix"].grad)
                 local = together["matrix"].grad.to_local()
@@ -148,6 +150,12 @@ def test_native_kernels_equal_one_process(world: int) -> None:
 def test_hybrid_shards_equal_one_process() -> None:
     """Two replicas of two shards."""
     run(4, equal_to_one_process, VARIANTS[0], torch.float32, "hybrid")
+
+
+@pytest.mark.parametrize("kind", ["nested", "both"])
+def test_shards_of_several_process_groups_equal_one_process(kind: str) -> None:
+    """Halves of halves, whose sums take two groups; and parameters over two ranks beside others over four."""
+    run(4, equal_to_one_process, VARIANTS[0], torch.float32, kind)
 
 
 def placed_otherwise() -> None:
