@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import daypack
-from daypack.optim.groups import head_names
+from daypack.optim.muon import head_names
 
 from ..conformance.scene import noise
 from ..reference.muon import Muon as Twin

@@ -10,8 +10,6 @@ from daypack.optim.options import check_initialized, number
 
 #: Last parts of the names of state-space models' decay rates and time steps: not decayed, whatever their shape.
 _NEVER_DECAYED = ("A_log", "dt_bias")
-#: Names of linear layers that are output heads where a model does not say which is.
-_OUTPUT_HEADS = ("lm_head", "head", "classifier", "output", "score", "embed_out")
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -84,19 +82,6 @@ def param_groups(model: nn.Module, weight_decay: float = 1e-2) -> ParamGroups:
         for (decayed, embedding), params in members.items()
     ]
     return ParamGroups(groups, reasons, model)
-
-
-def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights that turn hidden states into outputs: those of ``model.get_output_embeddings()``,
-    else of linear layers called ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``.
-    """
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    names = []
-    for name, module in model.named_modules():
-        known = isinstance(module, nn.Linear) and name.rpartition(".")[2] in _OUTPUT_HEADS
-        if module is output if isinstance(output, nn.Module) else known:
-            names += [f"{name}.{key}" if name else key for key, _ in module.named_parameters()]
-    return tuple(names)
 
 
 def _decay(module: nn.Module, key: str, p: Tensor) -> tuple[bool, str]:

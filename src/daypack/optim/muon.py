@@ -15,7 +15,7 @@ from daypack.formats.block_quantized import BlockQuantized
 from daypack.formats.dense import Dense
 from daypack.geometry import geometry
 from daypack.optim.base import CompressedOptimizer
-from daypack.optim.groups import head_names, param_groups
+from daypack.optim.groups import param_groups
 from daypack.optim.inner import Inner, inner_names
 from daypack.optim.options import (
     Group,
@@ -41,6 +41,8 @@ UNFIT_BESIDE = {
     "muon": "it is this optimizer; take beside='gefen' or 'adamw'",
     "galore": "it is put around others itself; take beside='gefen' or 'adamw'",
 }
+#: Names of linear layers that are output heads where a model does not say which is.
+_OUTPUT_HEADS = ("lm_head", "head", "classifier", "output", "score", "embed_out")
 
 
 class Muon(CompressedOptimizer):
@@ -171,6 +173,19 @@ class Muon(CompressedOptimizer):
 
     def main_rule(self, group: Group) -> Rule:
         return MUON
+
+
+def head_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights that turn hidden states into outputs: those of ``model.get_output_embeddings()``,
+    else of linear layers called ``lm_head``, ``head``, ``classifier``, ``output``, ``score`` or ``embed_out``.
+    """
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    names = []
+    for name, module in model.named_modules():
+        known = isinstance(module, nn.Linear) and name.rpartition(".")[2] in _OUTPUT_HEADS
+        if module is output if isinstance(output, nn.Module) else known:
+            names += [f"{name}.{key}" if name else key for key, _ in module.named_parameters()]
+    return tuple(names)
 
 
 def _beside(group: Group, where: str = "a parameter group") -> Inner:
