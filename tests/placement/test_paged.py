@@ -137,7 +137,7 @@ def test_a_failing_step_leaves_the_states_in_their_places(monkeypatch: pytest.Mo
     monkeypatch.setattr("daypack.kernels.reference.apply", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(optimizer, params, [2])
-    assert all(update.state is homes[update.name] for update in optimizer._work.updates)
+    assert all(item.state is homes[item.name] for item in optimizer._work.items)
 
 
 class Recorder(Placement):
