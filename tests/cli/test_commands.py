@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 import daypack
 from daypack.cli import run
 from tests.lab.texts import text
+from tests.processes import join, start
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL = ["--model", "tiny", "--steps", "8", "--batch", "2", "--context", "16", "--eval-every", "4", "--threads", "1"]
-COMMAND = [sys.executable, "-c", "import daypack.cli; daypack.cli.main()"]
+COMMAND = "import daypack.cli; daypack.cli.main()"
 
 
 @pytest.fixture
@@ -331,15 +333,15 @@ def test_importing_the_library_imports_nothing_of_the_command_line() -> None:
 def test_a_reader_that_leaves_does_not_end_the_job(job: str, merged: bool, tmp_path: Path, data: Path) -> None:
     """`daypack train | head -1` trains to the end, and `daypack train 2>&1 | head -1` too."""
     arguments = [job, *SMALL, "--data", str(data), "--out", str(tmp_path / "runs"), "--name", "x"]
-    errors = subprocess.STDOUT if merged else subprocess.PIPE
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT, cwd=ROOT
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    complaint = process.stderr.read() if process.stderr else ""
-    assert process.wait(timeout=60) == 0, complaint
+    reader, writer = Pipe(duplex=False)
+    errors = tmp_path / "errors"
+    process = start(COMMAND, *arguments, cwd=ROOT, stdout=writer, stderr=writer if merged else errors)
+    writer.close()
+    with reader, open(reader.fileno(), closefd=False) as stream:
+        assert stream.readline()
+    late = join([process], 60)
+    complaint = "" if merged else errors.read_text()
+    assert (late, process.exitcode) == ([], 0), complaint
     assert without_progress(complaint) == []
     assert records(tmp_path / "runs" / "x")[-1]["step"] == 8
     assert (tmp_path / "runs" / "x" / "report.html").exists()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ import daypack
 from daypack.checkpoint import save_file, split
 from daypack.cli import run
 from tests.conformance.scene import Params, parameters, train
+from tests.processes import python
 
-from .test_commands import ENVIRONMENT, ROOT, SMALL, refused
+from .test_commands import SMALL, refused
 from .test_commands import data as data
 
 LONG = "transformer.blocks.11.attention." + "very_" * 20 + "long_projection.weight"
@@ -59,15 +58,15 @@ def _bytes(row: list[str]) -> int:
 
 def test_what_is_piped_is_plain_whole_and_loadable(saved: tuple[Path, Any, Params]) -> None:
     path, optimizer, _ = saved
-    command = [sys.executable, "-m", "daypack", "inspect", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
+    code = "import runpy; runpy.run_module('daypack', run_name='__main__', alter_sys=True)"
+    done = python(code, "inspect", str(path))
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     (row,) = (line for line in done.stdout.splitlines() if line.startswith(LONG))
     assert "32x300" in row
     assert "8-bit learned/256 + factored" in row
     assert done.stdout.splitlines()[-1] == "no warnings"
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
+    done = python(code, "inspect", str(path), "--json")
     assert "\x1b" not in done.stdout
     content = json.loads(done.stdout)
     assert content["total"]["bytes"] == daypack.state_report(optimizer).total_bytes

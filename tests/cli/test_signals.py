@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,34 +11,27 @@ import pytest
 
 from daypack.cli import run
 
-from .test_commands import COMMAND, ENVIRONMENT, ROOT, SMALL, checkpoint, records, without_progress
+from ..processes import join, start
+from .test_commands import COMMAND, ROOT, SMALL, checkpoint, records, without_progress
 from .test_commands import data as data
 
 
 def interrupt(arguments: list[str], metrics: Path, pattern: str, number: int) -> tuple[int, str, str]:
     """Start a command, send it a signal once it has written records, and return exit code, stdout and stderr."""
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Jobs in the background of a shell script ignore Ctrl-C, and what they start inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    shown, errors = (metrics.parent / name for name in ("shown", "errors"))
+    process = start(COMMAND, *arguments, cwd=ROOT, stdout=shown, stderr=errors)
     try:
         deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             if any(path.stat().st_size for path in metrics.glob(pattern)):
                 break
             time.sleep(0.05)
-        process.send_signal(number)
-        shown, errors = process.communicate(timeout=60)
+        os.kill(process.pid, number)
     finally:
-        process.kill()
-    assert "\x1b" not in shown + errors
-    return process.returncode, shown, "\n".join(without_progress(errors))
+        late = join([process], 60)
+    assert not late, errors.read_text()
+    assert "\x1b" not in shown.read_text() + errors.read_text()
+    return process.exitcode, shown.read_text(), "\n".join(without_progress(errors.read_text()))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import daypack
 
 from ..reference.gefen import matrices, row_shape
-from .scene import gradient, held_by, parameters, state_bytes, state_of, tensors, train
+from .scene import gradient, held_by, noise, parameters, state_bytes, state_of, tensors, train
 from .specs import CASES, Case, crossed
 
 OURS = [case for case in CASES if case.spec.ours]
@@ -136,6 +136,17 @@ def test_estimate_is_the_measurement(dtype: torch.dtype) -> None:
         assert estimate.total_bytes == state_bytes(optimizer) == daypack.state_report(optimizer).total_bytes
 
 
+def tensors_among(value: Any) -> Iterator[Tensor]:
+    """The tensors in what an operator takes or gives: containers of any depth. Called for every operator of a step."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_among(item)
+    elif isinstance(value, dict):
+        yield from tensors_among(list(value.values()))
+
+
 class LiveTemporaries(TorchDispatchMode):
     """Bytes of the tensors made since it began that are still alive, and their peak. Storages count once."""
 
@@ -146,10 +157,9 @@ class LiveTemporaries(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self.note(t, t.untyped_storage()._cdata in given)
+        given = {t.untyped_storage()._cdata for t in tensors_among((args, kwargs))}
+        for t in tensors_among(out):
+            self.note(t, t.untyped_storage()._cdata in given)
         return out
 
     def note(self, t: Tensor, known: bool) -> None:
@@ -193,7 +203,7 @@ def test_step_needs_chunks_not_copies_of_the_parameter(case: Case, shape: tuple[
     train(case.create(warm.values()), warm, range(2))
     p = Parameter(torch.zeros(shape))
     optimizer = case.create([p])
-    p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    p.grad = noise((1 << 20,), "g").float().repeat(p.numel() >> 20).view(shape)
     size = p.numel() * 4
     for step in range(2):
         if step == 1:

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from daypack.lab import Job, TextTask, checkpoint
 from daypack.lab.checkpoint import load_checkpoint, resume, save_checkpoint
 from daypack.lab.corpus import split_corpus
 from tests.lab.texts import config, task, text
+from tests.processes import python
 
 
 def trained(steps: int, **changes: Any) -> Job:
@@ -191,10 +189,7 @@ save_checkpoint(path, job)
 
 
 def test_a_kill_in_the_middle_of_saving_loses_nothing(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "c.pt")], cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    process = python(KILLED, str(tmp_path / "c.pt"))
     assert process.returncode == -signal.SIGKILL
     job = resume(load_checkpoint(tmp_path / "c.pt"), task=task())
     assert job.step == 1

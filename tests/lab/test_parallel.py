@@ -30,10 +30,12 @@ def train(folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProc
 
 
 def torchrun(folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The same from outside, where ranks are started by torchrun itself."""
+    """The same, but that ranks are started by torchrun itself."""
+    if ranks == 1:
+        return train(folder, ranks, *arguments)
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-endpoint", "localhost:0"]
     start += ["--rdzv-backend", "c10d"]
-    command = [sys.executable, *(start if ranks > 1 else []), "-m", "daypack", "train", *arguments]
+    command = [sys.executable, *start, "-m", "daypack", "train", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
