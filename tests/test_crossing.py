@@ -20,6 +20,7 @@ from daypack.inspection.page import render_inspection
 from daypack.inspection.table import diff_table, inspection_table
 from daypack.optim.registry import REGISTRY
 from daypack.planner.state import state_bytes
+from daypack.presentation import html
 
 from .conformance.scene import noise
 from .newcomers import NEWCOMERS
@@ -100,7 +101,9 @@ def test_the_newcomer_rule_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_inspect(name: str) -> None:
+def test_inspect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in REGISTRY:  # Pages of these are drawn in tests/inspection/test_page.py; drawing is what takes long.
+        monkeypatch.setattr(html, "to_svg", lambda figure: b"<?xml")
     optimizer, params = trained(name)
     found = daypack.inspect_state(optimizer, pictures=True)
     assert found.optimizer == type(optimizer).__name__

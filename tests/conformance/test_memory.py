@@ -195,7 +195,7 @@ def test_the_meter_sees_temporaries() -> None:
     del z
 
 
-@pytest.mark.parametrize("shape", [(3072, 4096), (1, 3072 * 4096), (3072 * 64, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(2304, 4096), (1, 2304 * 4096), (2304 * 64, 64)], ids=str)
 @crossed
 def test_step_needs_chunks_not_copies_of_the_parameter(case: Case, shape: tuple[int, ...]) -> None:
     """The first step (which learns) and one with a gradient of other strides: 16 chunks at most."""
@@ -221,8 +221,9 @@ def test_step_needs_chunks_not_copies_of_the_parameter(case: Case, shape: tuple[
 
 @pytest.mark.parametrize("case", OURS, ids=str)
 def test_many_parameters_need_no_more_than_one(case: Case) -> None:
-    params = {str(i): Parameter(torch.zeros(256, 1024)) for i in range(48)}
+    params = {str(i): Parameter(torch.zeros(256, 1024)) for i in range(36)}
     optimizer = case.create(params.values())
+    assert sum(p.numel() for p in params.values()) * 4 > 16 * CHUNK
     for step in range(2):
         for name, p in params.items():
             p.grad = gradient(name, (256, 1), step).float().expand(256, 1024)
