@@ -102,7 +102,9 @@ def test_the_newcomer_rule_is_torchs() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inspect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in REGISTRY:  # Pages of these are drawn in tests/inspection/test_page.py; drawing is what takes long.
+    if (
+        name not in NEWCOMERS
+    ):  # Pages of the others are drawn in tests/inspection/test_page.py; drawing is what takes long.
         monkeypatch.setattr(html, "to_svg", lambda figure: b"<?xml")
     optimizer, params = trained(name)
     found = daypack.inspect_state(optimizer, pictures=True)
